@@ -1,0 +1,54 @@
+"""Functional scatters that accept numpy and jax arrays alike.
+
+The page allocator is one piece of code: the host loop calls it with numpy arrays (microseconds,
+no device), research code calls it inside jit with jax arrays. Everything else that it needs has
+the same spelling in both namespaces; scatters do not.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+Array = Any
+"""A numpy or a jax array."""
+
+
+def namespace(x: Array) -> Any:
+  """numpy for numpy arrays, jax.numpy for jax arrays and tracers."""
+  return np if isinstance(x, np.ndarray) else jax.numpy
+
+
+def scatter_set(x: Array, index: tuple[Array, ...] | Array, values: Array) -> Array:
+  """A copy of x with x[index] = values; indices past the end are dropped, not errors."""
+  if isinstance(x, np.ndarray):
+    index, values = _inside(x, index, values)
+    out = x.copy()
+    out[index] = values
+    return out
+  return x.at[index].set(values, mode="drop")
+
+
+def scatter_add(x: Array, index: tuple[Array, ...] | Array, values: Array) -> Array:
+  """A copy of x with values added at index (repeats add up); indices past the end are dropped."""
+  if isinstance(x, np.ndarray):
+    index, values = _inside(x, index, values)
+    out = x.copy()
+    np.add.at(out, index, values)
+    return out
+  return x.at[index].add(values, mode="drop")
+
+
+def gather(x: Array, index: Array) -> Array:
+  """x[index] along the first axis; indices past the end read the last row."""
+  if isinstance(x, np.ndarray):
+    return x[np.minimum(index, len(x) - 1)]
+  return x.at[index].get(mode="clip")
+
+
+def _inside(x: np.ndarray, index: Any, values: Any) -> tuple[Any, Any]:
+  index = index if isinstance(index, tuple) else (index,)
+  index = np.broadcast_arrays(*index)
+  values = np.broadcast_to(values, index[0].shape)
+  inside = np.logical_and.reduce([i < size for i, size in zip(index, x.shape, strict=False)])
+  return tuple(i[inside] for i in index), values[inside]

@@ -1,0 +1,309 @@
+"""The page allocator: pure functions over page tables and reference counts.
+
+One allocator serves every caller: the host loop calls these functions with numpy arrays, research
+code calls them inside jit with jax arrays. A shortfall is a returned value, never an exception and
+never silence, and a call that falls short takes nothing in any group.
+
+Two facts are the whole state: which page each table entry names, and how many entries name each
+page. A page is free when none does, so there is no free list that could disagree.
+
+Shapes: S slots, W table width, P pages of the group, n sequences in a call.
+"""
+
+from collections.abc import Sequence
+
+from flax import struct
+
+from kvjax import arrays
+from kvjax.arrays import Array
+from kvjax.geometry import NO_PAGE, GroupGeometry, Layout
+
+
+@struct.dataclass
+class GroupPages:
+  """Who holds what in one group.
+
+  The sequence in slot s holds the logical pages [first[s], last[s]); page l stands in column
+  l % W of its row.
+  """
+
+  table: Array  # int32 [S, W]  physical page of each held logical page, NO_PAGE elsewhere
+  first: Array  # int32 [S]     first logical page held
+  last: Array  # int32 [S]      one past the last logical page held
+  refs: Array  # int32 [P]      table entries that name the page; 0 = free
+
+
+Pages = tuple[GroupPages, ...]
+
+
+@struct.dataclass
+class Copies:
+  """Pages whose content must be copied before the next write: page source[i] to target[i]."""
+
+  source: Array  # int32 [m]  NO_PAGE where there is nothing to copy
+  target: Array  # int32 [m]  NO_PAGE where there is nothing to copy
+
+
+def init(layout: Layout, xp) -> Pages:
+  """Empty tables of every group, in the namespace `xp` (numpy or jax.numpy)."""
+  return tuple(
+    GroupPages(
+      table=xp.full((g.max_sequences, g.table_width), NO_PAGE, xp.int32),
+      first=xp.zeros((g.max_sequences,), xp.int32),
+      last=xp.zeros((g.max_sequences,), xp.int32),
+      refs=xp.zeros((g.pages,), xp.int32),
+    )
+    for g in layout
+  )
+
+
+def free(pages: Pages) -> Array:
+  """int32 [groups]: pages that nobody holds."""
+  xp = arrays.namespace(pages[0].refs)
+  return xp.stack([(p.refs == 0).sum() for p in pages]).astype(xp.int32)
+
+
+def reserve(
+  pages: Pages,
+  layout: Layout,
+  slots: Array,
+  starts: Array,
+  stops: Array,
+  tokens: int | None = None,
+) -> tuple[Pages, tuple[Copies, ...], Array]:
+  """Makes the positions [starts, stops) of each sequence writable, in every group.
+
+  Pages that no position >= starts can read are given back first (sliding windows); then missing
+  pages are taken, and a shared page that is about to be written is replaced by one of its own
+  (copy on write: when all its holders write in this call, the last of them keeps the original).
+
+  Args:
+    slots: int32 [n], distinct; values >= S are padding and take nothing.
+    starts, stops: int32 [n] positions; every position below starts has been processed.
+    tokens: most tokens per sequence in this call, static; the layout's step_tokens by default.
+
+  Returns:
+    (pages, copies per group, shortfall int32 [groups]). Where any shortfall is > 0 nothing was
+    taken in any group. The shortfall is exactly the pages missing in that group.
+  """
+  pages = retire(pages, layout, slots, starts)
+  wants = [
+    _want(p, g, slots, starts, stops, g.step_tokens if tokens is None else tokens)
+    for p, g in zip(pages, layout, strict=True)
+  ]
+  xp = arrays.namespace(pages[0].refs)
+  shortfall = xp.stack([short for _, _, _, short in wants]).astype(xp.int32)
+  fits = (shortfall == 0).all()
+  taken, copies = [], []
+  for p, g, (logical, new, copy, _) in zip(pages, layout, wants, strict=True):
+    p, c = _take(p, g, slots, logical, new & fits, copy & fits)
+    taken.append(p)
+    copies.append(c)
+  return tuple(taken), tuple(copies), shortfall
+
+
+def retire(pages: Pages, layout: Layout, slots: Array, lengths: Array) -> Pages:
+  """Gives back the pages that no position >= lengths can read. int32 [n] each."""
+  out = []
+  for p, g in zip(pages, layout, strict=True):
+    if g.retention.window is None:
+      out.append(p)  # full attention never gives back a page of a living sequence
+      continue
+    xp = arrays.namespace(p.refs)
+    first = arrays.gather(p.first, slots)
+    last = arrays.gather(p.last, slots)
+    keep = xp.maximum(first, g.first_page(lengths).astype(xp.int32))
+    passed = _inside(p, slots) & (keep > first)
+    if _nowhere(passed):
+      out.append(p)
+      continue
+    p = _drop(p, slots, passed, keep)
+    out.append(
+      p.replace(
+        first=arrays.scatter_set(p.first, slots, xp.where(passed, keep, first)),
+        last=arrays.scatter_set(p.last, slots, xp.where(passed, xp.maximum(last, keep), last)),
+      )
+    )
+  return tuple(out)
+
+
+def release(pages: Pages, slots: Array) -> Pages:
+  """Gives back everything that the sequences in `slots` (int32 [n]) hold; the slots are empty."""
+  out = []
+  for p in pages:
+    xp = arrays.namespace(p.refs)
+    p = _drop(p, slots, _inside(p, slots), arrays.gather(p.last, slots))
+    zero = xp.zeros_like(arrays.gather(p.first, slots))
+    out.append(
+      p.replace(
+        first=arrays.scatter_set(p.first, slots, zero),
+        last=arrays.scatter_set(p.last, slots, zero),
+      )
+    )
+  return tuple(out)
+
+
+def fork(pages: Pages, sources: Array, targets: Array) -> Pages:
+  """Each slot targets[i] becomes a copy of slot sources[i], sharing all its pages.
+
+  All copies happen at once, so that a permutation with repeats (beam search) is one call. What the
+  targets held before is given back. int32 [n] each; targets distinct.
+  """
+  out = []
+  for p in pages:
+    rows = arrays.gather(p.table, sources)
+    shared = _held(p, sources) & _inside(p, targets)[:, None]
+    first, last = arrays.gather(p.first, sources), arrays.gather(p.last, sources)
+    xp = arrays.namespace(p.refs)
+    gained = arrays.scatter_add(p.refs, xp.where(shared, rows, NO_PAGE), 1)
+    p = _drop(p.replace(refs=gained), targets, _inside(p, targets), arrays.gather(p.last, targets))
+    out.append(
+      p.replace(
+        table=arrays.scatter_set(p.table, *_row(p, targets, rows)),
+        first=arrays.scatter_set(p.first, targets, first),
+        last=arrays.scatter_set(p.last, targets, last),
+      )
+    )
+  return tuple(out)
+
+
+def check(pages: Pages, layout: Layout) -> None:
+  """Raises AssertionError unless pages are conserved and counted right (numpy; for tests).
+
+  Every table entry inside [first, last) names a page, every other is NO_PAGE, no sequence holds a
+  page twice, and refs are the number of entries.
+  """
+  import numpy as np
+
+  for p, g in zip(pages, layout, strict=True):
+    table, first, last, refs = (np.asarray(x) for x in (p.table, p.first, p.last, p.refs))
+    for s in range(len(table)):
+      held = [g.column(i) for i in range(first[s], last[s])]
+      assert len(set(held)) == len(held), f"{g.name}: slot {s} holds more pages than its row"
+      inside = table[s, held]
+      assert (inside < g.pages).all(), f"{g.name}: slot {s}: an entry names no page"
+      assert len(np.unique(inside)) == len(inside), f"{g.name}: slot {s} holds a page twice"
+      outside = np.delete(table[s], held)
+      assert (outside == NO_PAGE).all(), f"{g.name}: slot {s} names pages that it does not hold"
+    named = np.bincount(table[table != NO_PAGE], minlength=g.pages)
+    assert (named == refs).all(), f"{g.name}: reference counts differ from the tables"
+
+
+def _want(p: GroupPages, g: GroupGeometry, slots, starts, stops, tokens: int):
+  """What `reserve` needs in one group: (logical pages [n, m], new, copy [n, m], shortfall)."""
+  xp = arrays.namespace(p.refs)
+  valid = _inside(p, slots)
+  first, last = arrays.gather(p.first, slots), arrays.gather(p.last, slots)
+  begin, end = starts // g.page_size, g.pages_for(stops)
+  m = g.pages_per_step(tokens)
+  logical = begin[:, None] + xp.arange(m, dtype=xp.int32)
+  inside = valid[:, None] & (logical < end[:, None])
+  held = inside & (logical >= first[:, None]) & (logical < last[:, None])
+  new = inside & ~held
+  physical = arrays.gather(p.table, slots)[xp.arange(len(slots))[:, None], g.column(logical)]
+  physical = xp.where(held, physical, NO_PAGE)
+  holders = xp.where(held, arrays.gather(p.refs, physical), 0)
+  shared = holders > 1
+  if _nowhere(shared):
+    copy = shared
+  else:
+    copy = shared & (_rank(physical, xp) < holders - 1)
+  # Cells outside the static grid, or a gap below it, could not be served whatever the pool holds.
+  outside = xp.where(valid, xp.maximum(end - begin - m, 0) + xp.maximum(begin - last, 0), 0).sum()
+  lacking = xp.maximum((new | copy).sum() - (p.refs == 0).sum(), 0)
+  return logical, new, copy, outside + lacking
+
+
+def _take(p: GroupPages, g: GroupGeometry, slots, logical, new, copy):
+  """Gives free pages, lowest first, to the cells `new | copy` [n, m] of one group."""
+  xp = arrays.namespace(p.refs)
+  take = new | copy
+  nothing = xp.full(take.shape, NO_PAGE, xp.int32)
+  if _nowhere(take):
+    return p, Copies(source=nothing.reshape(-1), target=nothing.reshape(-1))
+  rank = xp.cumsum(take.reshape(-1)).reshape(take.shape)
+  available = xp.cumsum(p.refs == 0)
+  fresh = xp.where(take, xp.searchsorted(available, rank), NO_PAGE).astype(xp.int32)
+  column = g.column(logical)
+  old = arrays.gather(p.table, slots)[xp.arange(len(slots))[:, None], column]
+  old = xp.where(copy, old, NO_PAGE)
+  row = xp.where(take, slots[:, None], len(p.table))
+  refs = arrays.scatter_add(p.refs, fresh, 1)
+  refs = arrays.scatter_add(refs, old, -1)
+  last = xp.maximum(
+    arrays.gather(p.last, slots), xp.where(new, logical + 1, 0).max(-1).astype(xp.int32)
+  )
+  # A slot that was empty starts where its first page starts.
+  empty = arrays.gather(p.last, slots) == arrays.gather(p.first, slots)
+  first = xp.where(
+    empty & new.any(-1), logical[:, 0].astype(xp.int32), arrays.gather(p.first, slots)
+  )
+  p = p.replace(
+    table=arrays.scatter_set(p.table, (row, column), fresh),
+    first=arrays.scatter_set(p.first, slots, first),
+    last=arrays.scatter_set(p.last, slots, last),
+    refs=refs,
+  )
+  return p, Copies(source=old.reshape(-1), target=xp.where(copy, fresh, NO_PAGE).reshape(-1))
+
+
+def _drop(p: GroupPages, slots, which, keep) -> GroupPages:
+  """Gives back the pages below logical page keep[i] of slots[i] where which[i] (tables, refs)."""
+  xp = arrays.namespace(p.refs)
+  logical = _logical(p, slots)
+  drop = which[:, None] & _held(p, slots) & (logical < keep[:, None])
+  rows = arrays.gather(p.table, slots)
+  return p.replace(
+    table=arrays.scatter_set(p.table, *_row(p, slots, xp.where(drop, NO_PAGE, rows))),
+    refs=arrays.scatter_add(p.refs, xp.where(drop, rows, NO_PAGE), -1),
+  )
+
+
+def _logical(p: GroupPages, slots):
+  """[n, W]: the one logical page >= first that each column of a row could hold."""
+  xp = arrays.namespace(p.refs)
+  width = p.table.shape[1]
+  first = arrays.gather(p.first, slots)[:, None]
+  return first + (xp.arange(width, dtype=xp.int32) - first) % width
+
+
+def _held(p: GroupPages, slots):
+  """bool [n, W]: which columns of a row hold a page."""
+  return _logical(p, slots) < arrays.gather(p.last, slots)[:, None]
+
+
+def _inside(p: GroupPages, slots):
+  """bool [n]: which entries of `slots` are slots and not padding."""
+  return slots < len(p.first)
+
+
+def _row(p: GroupPages, slots, values):
+  """Index and values that write whole table rows."""
+  xp = arrays.namespace(p.refs)
+  return (slots[:, None], xp.arange(p.table.shape[1], dtype=xp.int32)), values
+
+
+def _nowhere(mask) -> bool:
+  """True when a numpy mask is empty, to skip work on the host; a traced mask is never known."""
+  import numpy as np
+
+  return isinstance(mask, np.ndarray) and not mask.any()
+
+
+def _rank(values, xp):
+  """How many earlier cells (in row-major order) hold the same value; same shape as `values`."""
+  flat = values.reshape(-1)
+  order = xp.argsort(flat, stable=True)
+  ordered = flat[order]
+  rank = xp.arange(len(flat)) - xp.searchsorted(ordered, ordered)
+  out = xp.zeros_like(rank)
+  return arrays.scatter_set(out, order, rank).reshape(values.shape)
+
+
+def describe(pages: Pages, layout: Layout) -> dict[str, dict[str, int]]:
+  """{group: {"used", "free", "total"}} in pages (numpy)."""
+  unused: Sequence[int] = [int(n) for n in free(pages)]
+  return {
+    g.name: {"used": g.pages - n, "free": n, "total": g.pages}
+    for g, n in zip(layout, unused, strict=True)
+  }

@@ -1,0 +1,138 @@
+"""Planning: from a model and a cache declaration to the geometry of every group.
+
+The byte budget is divided so that the longest common length L of `max_sequences` concurrent
+sequences fits: each group gets the pages that those sequences really hold at length L, whole pages
+of its own size, and no group gets more than it could ever use.
+"""
+
+from collections.abc import Mapping
+
+import jax
+
+from kvjax.config import CacheConfig, GroupConfig
+from kvjax.errors import ConfigError, nearest
+from kvjax.geometry import GroupGeometry, Layout, sequence_bytes
+from kvjax.models.spec import Group, ModelSpec, groups
+
+STEP_TOKENS = 512
+"""Most tokens that one sequence gains in a step, unless the caller plans for another number."""
+
+_CPU_SHARE = 0.25  # of the memory that is available now
+_DEVICE_SHARE = 0.9  # of the device memory that the weights leave free
+
+
+def plan(
+  spec: ModelSpec,
+  cache: CacheConfig | None = None,
+  *,
+  max_sequences: int = 8,
+  max_length: int | None = None,
+  step_tokens: int = STEP_TOKENS,
+  dtype: str = "float32",
+  available_bytes: int | None = None,
+) -> Layout:
+  """Divides memory over the model's cache groups.
+
+  Args:
+    spec: the model.
+    cache: page sizes, budget and dtype; the defaults when None.
+    max_sequences: sequences that run at once.
+    max_length: tokens per sequence, prompt and output; the model's context when None.
+    step_tokens: most tokens that one sequence gains in one step (the prefill chunk).
+    dtype: of the model; the cache has it too unless `cache.dtype` says otherwise.
+    available_bytes: budget when `cache.memory_bytes` is None; measured when None.
+
+  Returns:
+    A tuple of GroupGeometry. `kvjax.describe(layout)` says what fits and why.
+
+  Raises:
+    ConfigError: unknown group names, or a budget that holds no sequence at all, with figures.
+  """
+  cache = CacheConfig() if cache is None else cache
+  longest = spec.max_length if max_length is None else max_length
+  if longest > spec.max_length:
+    raise ConfigError(
+      f"config.model.max_length: expected at most the model's context of {spec.max_length} tokens, "
+      f"got {longest}"
+    )
+  found = groups(spec, dtype if cache.dtype == "auto" else cache.dtype)
+  _check_names(cache.groups, found)
+
+  def geometry(group: Group, pages: int) -> GroupGeometry:
+    declared = cache.groups.get(group.name, GroupConfig())
+    return GroupGeometry(
+      name=group.name,
+      layers=group.layers,
+      page_size=declared.page_size or cache.page_size,
+      retention=group.retention,
+      leaves=group.leaves,
+      pages=pages,
+      max_length=longest,
+      step_tokens=min(step_tokens, longest),
+      max_sequences=max_sequences,
+    )
+
+  single = tuple(geometry(g, 1) for g in found)
+  declared = {name: g.pages for name, g in cache.groups.items() if g.pages is not None}
+  budget = cache.memory_bytes
+  if budget is None:
+    budget = available_memory() if available_bytes is None else available_bytes
+  budget -= sum(g.page_bytes * declared[g.name] for g in single if g.name in declared)
+  planned = tuple(g for g in single if g.name not in declared)
+  length = _longest(planned, max_sequences, longest, budget)
+  counts = {g.name: max_sequences * g.peak_pages(length) for g in planned} if length else {}
+  if planned and not length:
+    # Not even one page each for all sequences: fewer run at once, sharing what there is.
+    counts = _few(planned, longest, budget)
+  try:
+    return tuple(geometry(group, declared.get(group.name) or counts[group.name]) for group in found)
+  except ValueError as e:
+    raise ConfigError(f"config.cache: {e}") from e
+
+
+def _longest(layout: Layout, sequences: int, longest: int, budget: int) -> int:
+  """Largest length at which that many sequences fit the budget together; 0 for none."""
+  low, high = 0, longest
+  while low < high:
+    middle = (low + high + 1) // 2
+    if sequences * sequence_bytes(layout, middle) <= budget:
+      low = middle
+    else:
+      high = middle - 1
+  return low
+
+
+def _few(layout: Layout, longest: int, budget: int) -> dict[str, int]:
+  sequences = budget // max(sequence_bytes(layout, 1), 1)
+  if sequences < 1:
+    sizes = ", ".join(f"{g.name}: {g.page_bytes} bytes per page" for g in layout)
+    raise ConfigError(
+      f"config.cache.memory_bytes: expected at least {sequence_bytes(layout, 1)} bytes, one page "
+      f"in every group ({sizes}), got {budget}"
+    )
+  # One sequence gets all there is, so that as long a prompt as possible can be served.
+  length = _longest(layout, 1, longest, budget)
+  return {g.name: g.peak_pages(length) for g in layout}
+
+
+def _check_names(declared: Mapping[str, GroupConfig], found: tuple[Group, ...]) -> None:
+  names = [g.name for g in found]
+  for name in declared:
+    if name not in names:
+      raise ConfigError(
+        f"config.cache.groups.{name}: the model has no such group; expected one of {names}."
+        f"{nearest(name, names)}"
+      )
+
+
+def available_memory() -> int:
+  """Bytes that the cache may take on the default device, weights already loaded."""
+  device = jax.devices()[0]
+  stats = device.memory_stats() if device.platform != "cpu" else None
+  if stats:
+    return int(_DEVICE_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))
+  with open("/proc/meminfo", encoding="ascii") as f:
+    for line in f:
+      if line.startswith("MemAvailable:"):
+        return int(_CPU_SHARE * int(line.split()[1]) * 1024)
+  raise ConfigError("config.cache.memory_bytes: expected a number: this platform does not say")

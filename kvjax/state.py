@@ -1,0 +1,161 @@
+"""EngineState: everything that serving changes, as one frozen pytree.
+
+Shapes: S slots, L max_length, P pages, T rows of a step, R sampled rows, E logit-bias entries.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from kvjax import pages as pages_lib
+from kvjax.arrays import Array
+from kvjax.geometry import GroupGeometry, Layout
+
+FROM_STATE = -1
+"""Token of a row whose id the state already knows (the last sampled one)."""
+
+PoolLeaves = dict[str, Array]
+
+
+@struct.dataclass
+class EngineState:
+  """Paged memory and what is known of each slot. Donate it to every step.
+
+  `pages` may hold numpy arrays (the host loop plans there) or jax arrays.
+  """
+
+  pools: tuple[tuple[PoolLeaves, ...], ...]  # group -> layer -> leaf -> [P, page_size, *leaf.shape]
+  pages: pages_lib.Pages  # tables and reference counts of each group
+  tokens: Array  # int32 [S, L]  ids known so far: prompt, then sampled
+  lengths: Array  # int32 [S]     tokens whose cache entries are written
+  shortfall: Array  # int32 [groups]  pages that calls lacked, added up; 0 = none ever fell short
+  layout: Layout = struct.field(pytree_node=False)  # static geometry of each group
+
+  @property
+  def slots(self) -> int:
+    return self.tokens.shape[0]
+
+
+def init(layout: Layout) -> EngineState:
+  """An empty state for a layout from `kvjax.plan`: zeroed pools, every page free, empty slots."""
+  slots = layout[0].max_sequences
+  return EngineState(
+    pools=tuple(tuple(_empty_pool(g) for _ in g.layers) for g in layout),
+    pages=pages_lib.init(layout, jnp),
+    tokens=jnp.zeros((slots, layout[0].max_length), jnp.int32),
+    lengths=jnp.zeros((slots,), jnp.int32),
+    shortfall=jnp.zeros((len(layout),), jnp.int32),
+    layout=layout,
+  )
+
+
+def _empty_pool(g: GroupGeometry) -> PoolLeaves:
+  return {
+    leaf.name: jnp.zeros((g.pages, g.page_size, *leaf.shape), jnp.dtype(leaf.dtype))
+    for leaf in g.leaves
+  }
+
+
+def admit(state: EngineState, slot: int | Array, tokens: Any) -> EngineState:
+  """Puts a new sequence into a slot: pure; usable under jit with a traced `slot`.
+
+  What the slot held before is given back. Pages for the first min(len(tokens), step_tokens)
+  tokens are reserved in every group; nothing is computed yet.
+
+  Args:
+    state: donated if the caller's jit says so.
+    slot: which slot; an int is range-checked.
+    tokens: int32 [n], 1 <= n <= max_length.
+
+  Returns:
+    The state. Where pages were missing the slot is left empty and `state.shortfall` grows by
+    exactly the pages that each group lacked.
+
+  Raises:
+    ValueError: no tokens, more tokens than max_length, or a slot that does not exist.
+  """
+  tokens = jnp.asarray(tokens, jnp.int32)
+  longest = state.layout[0].max_length
+  if tokens.ndim != 1 or not 1 <= len(tokens) <= longest:
+    raise ValueError(f"tokens: expected 1 to {longest} ids in one dimension, got {tokens.shape}")
+  if isinstance(slot, int) and not 0 <= slot < state.slots:
+    raise ValueError(f"slot: expected 0 to {state.slots - 1}, got {slot}")
+  slots = jnp.asarray(slot, jnp.int32)[None]
+  state = release(state, slots)
+  state = state.replace(
+    tokens=state.tokens.at[slots[0], : len(tokens)].set(tokens),
+  )
+  stop = min(len(tokens), min(g.step_tokens for g in state.layout))
+  return reserve(state, slots, jnp.full((1,), stop, jnp.int32))
+
+
+def reserve(state: EngineState, slots: Any, stops: Any, tokens: int | None = None) -> EngineState:
+  """Makes the positions [lengths[slot], stop) of each slot writable: pure, usable under jit.
+
+  Pages that a window has passed are given back, missing pages are taken, and a page shared with a
+  fork is copied before it is written.
+
+  Args:
+    slots: int32 [n], distinct.
+    stops: int32 [n] positions, at most max_length.
+    tokens: static bound on stops - lengths; step_tokens by default.
+
+  Returns:
+    The state. Where pages were missing no page was taken in any group, and `state.shortfall` grows
+    by exactly the pages that each group lacked.
+  """
+  slots, stops = jnp.asarray(slots, jnp.int32), jnp.asarray(stops, jnp.int32)
+  starts = state.lengths.at[slots].get(mode="clip")
+  taken, copies, shortfall = pages_lib.reserve(
+    _on_device(state.pages), state.layout, slots, starts, stops, tokens
+  )
+  pools = tuple(_copy_pages(pool, c) for pool, c in zip(state.pools, copies, strict=True))
+  return state.replace(pages=taken, pools=pools, shortfall=state.shortfall + shortfall)
+
+
+def release(state: EngineState, slots: Any) -> EngineState:
+  """Empties slots (int32 [n]) and gives back all their pages: pure, usable under jit."""
+  slots = jnp.atleast_1d(jnp.asarray(slots, jnp.int32))
+  return state.replace(
+    pages=pages_lib.release(_on_device(state.pages), slots),
+    lengths=state.lengths.at[slots].set(0, mode="drop"),
+  )
+
+
+def fork(state: EngineState, source: Any, target: Any) -> EngineState:
+  """Makes each target slot a copy of its source slot: pages are shared, copied when written.
+
+  Pure, usable under jit. `source` and `target` are slots or int32 [n]; targets are distinct and
+  give back what they held; all copies happen at once, so `source` may permute and repeat.
+  """
+  sources = jnp.atleast_1d(jnp.asarray(source, jnp.int32))
+  targets = jnp.atleast_1d(jnp.asarray(target, jnp.int32))
+  if sources.shape != targets.shape:
+    raise ValueError(f"expected as many sources as targets, got {sources.shape}, {targets.shape}")
+  return state.replace(
+    pages=pages_lib.fork(_on_device(state.pages), sources, targets),
+    tokens=state.tokens.at[targets].set(state.tokens[sources], mode="drop"),
+    lengths=state.lengths.at[targets].set(state.lengths[sources], mode="drop"),
+  )
+
+
+def _copy_pages(pool: tuple[PoolLeaves, ...], copies: pages_lib.Copies):
+  """Copies whole pages in every layer of a group; does nothing when there is none to copy."""
+
+  def copy(pool):
+    return jax.tree.map(
+      lambda x: x.at[copies.target].set(x.at[copies.source].get(mode="clip"), mode="drop"), pool
+    )
+
+  return jax.lax.cond((copies.target < pool_pages(pool)).any(), copy, lambda pool: pool, pool)
+
+
+def pool_pages(pool: tuple[PoolLeaves, ...]) -> int:
+  """Pages of one group's pool."""
+  return next(iter(pool[0].values())).shape[0]
+
+
+def _on_device(pages: pages_lib.Pages) -> pages_lib.Pages:
+  return jax.tree.map(jnp.asarray, pages)
