@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from kvjax.engine.request import SamplingParams
+from kvjax.request import SamplingParams
 from kvjax.errors import ConfigError, RequestError, nearest, show
 
 

@@ -135,7 +135,8 @@ class IncrementalDetokenizer:
 
   What it has given never changes later: half a UTF-8 sequence and the beginning of a possible
   stop string are held back until they are decided. Without a stop, all it gives is
-  `tokenizer.decode(ids)`. The cost of a token does not grow with the length of the text.
+  `tokenizer.decode(ids)`. The cost of `push` and `take` does not grow with the length of the text;
+  `text` makes a copy of it.
 
   The stop string that is complete first wins, as if the text came character by character, so the
   result does not depend on where the borders between tokens fall; of several that are complete
@@ -169,7 +170,7 @@ class IncrementalDetokenizer:
     """All text that is safe to emit so far."""
     taken = "".join(self._given[: self._taken])
     fresh = "".join(self._given[self._taken :])
-    # Joined pieces are kept joined, so that asking after every token stays cheap.
+    # Joined pieces stay joined: asking after every token then costs one copy of the text.
     self._given = [taken, fresh] if self._taken else [fresh]
     self._taken = min(self._taken, 1)
     return taken + fresh

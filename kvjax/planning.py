@@ -9,10 +9,11 @@ from collections.abc import Mapping
 
 import jax
 
-from kvjax.config import CacheConfig, GroupConfig
+from kvjax.config import CacheConfig, Config, GroupConfig
 from kvjax.errors import ConfigError, nearest
 from kvjax.geometry import GroupGeometry, Layout, sequence_bytes
 from kvjax.models.spec import Group, ModelSpec, groups
+from kvjax.weights.load import Model
 
 STEP_TOKENS = 512
 """Most tokens that one sequence gains in a step, unless the caller plans for another number."""
@@ -136,3 +137,16 @@ def available_memory() -> int:
       if line.startswith("MemAvailable:"):
         return int(_CPU_SHARE * int(line.split()[1]) * 1024)
   raise ConfigError("config.cache.memory_bytes: expected a number: this platform does not say")
+
+
+def plan_for(model: Model, config: Config) -> Layout:
+  """The layout that an engine with this declaration runs in."""
+  scheduler = config.scheduler
+  return plan(
+    model.spec,
+    config.cache,
+    max_sequences=scheduler.max_sequences,
+    max_length=config.model.max_length,
+    step_tokens=max(scheduler.token_budget, scheduler.decode_steps),
+    dtype=model.dtype,
+  )

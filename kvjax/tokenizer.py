@@ -165,6 +165,8 @@ class Tokenizer:
     build = _byte_level if vocabulary.kind == "gpt2" else _sentencepiece
     try:
       self._core = build(vocabulary)
+    except WeightsError:
+      raise
     except Exception as error:  # the library raises bare Exception for a merge without a token
       raise WeightsError(
         f"tokenizer.ggml.*: expected a {vocabulary.kind!r} vocabulary that can be built, "

@@ -25,7 +25,7 @@ from kvjax.config import (
   SchedulerConfig,
   keys,
 )
-from kvjax.engine.request import SamplingParams
+from kvjax.request import SamplingParams
 from kvjax.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]

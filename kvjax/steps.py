@@ -96,14 +96,16 @@ def decode(
   *,
   spec: ModelSpec,
   steps: int,
+  stops: Any = None,
   implementation: Any = None,
 ) -> tuple[EngineState, StepOutput]:
   """`steps` decode steps in one call: each feeds the token that the one before chose.
 
   Args:
-    batch: decode rows only; pages for `steps` further tokens of each must be reserved. Positions
-      at or past max_length are computed nowhere: such rows turn into padding.
+    batch: decode rows only; pages up to min(position + steps, stop) of each must be reserved.
     steps: static.
+    stops: int32 [R]; a row whose position reaches its stop turns into padding, and what it
+      samples from then on means nothing. max_length by default.
 
   Returns:
     (state, StepOutput with a leading axis [steps]; logits are None).
@@ -113,6 +115,7 @@ def decode(
       f"decode: expected decode rows only ({batch.decode_rows}), got {len(batch.tokens)} rows"
     )
   longest = state.tokens.shape[1]
+  stops = jnp.full_like(batch.positions, longest) if stops is None else jnp.asarray(stops)
 
   def body(carry, _):
     state, batch = carry
@@ -121,7 +124,7 @@ def decode(
     batch = batch.replace(
       tokens=jnp.full_like(batch.tokens, FROM_STATE),
       positions=positions,
-      slots=jnp.where(positions < longest, batch.slots, state.slots),
+      slots=jnp.where(positions < stops, batch.slots, state.slots),
     )
     return (state, batch), out.replace(logits=None)
 

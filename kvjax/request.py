@@ -60,9 +60,7 @@ class SamplingParams:
     if self.max_tokens is not None:
       _check_number("max_tokens", self.max_tokens, int, 1, 2**31 - 1, "an integer of at least 1")
       if self.min_tokens > self.max_tokens:
-        raise RequestError(
-          "min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens
-        )
+        raise RequestError("min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens)
     if self.seed is not None:
       _check_number("seed", self.seed, int, -(2**63), 2**63 - 1, "a 64-bit integer")
     if self.logprobs is not None:
@@ -98,9 +96,7 @@ _RANGES = (
 )
 
 
-def _check_number(
-  name: str, value: Any, kind: type, low: float, high: float, rule: str
-) -> None:
+def _check_number(name: str, value: Any, kind: type, low: float, high: float, rule: str) -> None:
   allowed = (int,) if kind is int else (int, float)
   ok = isinstance(value, allowed) and not isinstance(value, bool)
   if not ok or not low <= value <= high:  # a NaN fails the comparison
@@ -161,7 +157,8 @@ class Completion:
     request_id, index: which request, and which of its n completions.
     text: decoded text, cut before a stop string, without special tokens.
     token_ids: every sampled token, the ending one included.
-    finish_reason: "stop" (end of sequence, stop id or stop string), "length", or "abort".
+    finish_reason: "stop" (end of sequence, stop id or stop string), "length", "abort", or "error"
+      (the model gave no finite logits).
     prompt_tokens: length of the prompt in tokens.
     logprobs: one entry per token id when asked for, else None.
   """

@@ -1,0 +1,203 @@
+"""From a plan to the arrays of one device call, padded to a short list of shapes."""
+
+import dataclasses
+
+import numpy as np
+
+from kvjax.config import SchedulerConfig
+from kvjax.engine.scheduler import Plan, Work
+from kvjax.sampling import Sampling
+from kvjax.state import FROM_STATE
+from kvjax.steps import Batch
+
+_BIAS_BUCKETS = (0, 64, 1024, 16384, 131072)  # logit-bias entries of all rows together
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """The static sizes of a call: everything that decides which compiled program runs."""
+
+  decode_rows: int
+  prefill_blocks: int
+  query_block: int
+  bias_entries: int
+  steps: int
+
+  def __str__(self) -> str:
+    text = f"{self.decode_rows} decode rows"
+    if self.prefill_blocks:
+      text += f" + {self.prefill_blocks} × {self.query_block} prefill rows"
+    if self.bias_entries:
+      text += f", {self.bias_entries} logit biases"
+    return text + (f", {self.steps} steps" if self.steps > 1 else "")
+
+
+def decode_buckets(config: SchedulerConfig) -> tuple[int, ...]:
+  """Numbers of decode rows that steps are padded to: powers of 4, and max_sequences."""
+  most = config.max_sequences
+  if config.decode_buckets:
+    return (*(b for b in config.decode_buckets if b < most), most)
+  sizes, size = [], 1
+  while size < most:
+    sizes.append(size)
+    size *= 4
+  return (*sizes, most)
+
+
+def prefill_buckets(config: SchedulerConfig) -> tuple[int, ...]:
+  """Numbers of query blocks that steps are padded to: one, and all that the budget allows."""
+  most = -(-config.token_budget // config.query_block)
+  if config.prefill_buckets:
+    return (*(b for b in config.prefill_buckets if b < most), most)
+  return (1, most) if most > 1 else (1,)
+
+
+def shapes(config: SchedulerConfig) -> tuple[Shape, ...]:
+  """Every shape that a run without logit biases can meet.
+
+  A step with prefill pads its decode rows to none or all, since its cost is that of the prompt.
+  """
+  most = config.max_sequences
+  block = config.query_block
+  steps = sorted({1, config.decode_steps})
+  decode = [Shape(d, 0, block, 0, k) for k in steps for d in decode_buckets(config)]
+  mixed = [Shape(d, n, block, 0, 1) for d in (0, most) for n in prefill_buckets(config)]
+  return tuple(decode + mixed)
+
+
+def shape_of(plan: Plan, config: SchedulerConfig) -> Shape:
+  """The smallest listed shape that holds a plan."""
+  block = config.query_block
+  blocks = sum(-(-w.count // block) for w in plan.prefill)
+  entries = sum(len(w.sequence.bias[0]) for w in (*plan.decode, *plan.prefill))
+  if blocks:
+    rows = config.max_sequences if plan.decode else 0
+    blocks = _bucket(prefill_buckets(config), blocks)
+  else:
+    rows = _bucket(decode_buckets(config), len(plan.decode))
+  # Only two numbers of decode steps are compiled: a call may do more than its rows still need.
+  steps = config.decode_steps if plan.steps > 1 else 1
+  return Shape(rows, blocks, block, _bucket(_BIAS_BUCKETS, entries), steps)
+
+
+def _bucket(sizes: tuple[int, ...], n: int) -> int:
+  return next(size for size in sizes if size >= n)
+
+
+class SlotSampling:
+  """Sampling parameters of the running sequences, one numpy row per slot."""
+
+  def __init__(self, slots: int):
+    self.slots = slots
+    self.temperature = np.zeros(slots, np.float32)
+    self.top_p = np.ones(slots, np.float32)
+    self.top_k = np.zeros(slots, np.int32)
+    self.min_p = np.zeros(slots, np.float32)
+    self.repetition = np.ones(slots, np.float32)
+    self.presence = np.zeros(slots, np.float32)
+    self.frequency = np.zeros(slots, np.float32)
+    self.seed = np.zeros((slots, 2), np.uint32)
+    self.prompt_length = np.zeros(slots, np.int32)
+    self.logprobs = np.zeros(slots, bool)
+
+  def fill(self, w: Work) -> None:
+    """Copies a sequence's parameters into its slot."""
+    s, slot = w.sequence.request.sampling, w.slot
+    self.temperature[slot] = s.temperature
+    self.top_p[slot] = s.top_p
+    self.top_k[slot] = s.top_k
+    self.min_p[slot] = s.min_p
+    self.repetition[slot] = s.repetition_penalty
+    self.presence[slot] = s.presence_penalty
+    self.frequency[slot] = s.frequency_penalty
+    self.seed[slot] = w.sequence.seed
+    self.prompt_length[slot] = w.sequence.prompt_length
+    self.logprobs[slot] = s.logprobs is not None
+
+  def rows(self, slots: np.ndarray, bias: tuple[np.ndarray, ...]) -> Sampling:
+    """The rows of `slots` (int [R]); slots past the end are greedy padding."""
+    real = slots < self.slots
+    at = np.where(real, slots, 0)
+    row, token, value, until = bias
+    return Sampling(
+      temperature=np.where(real, self.temperature[at], np.float32(0)),
+      top_p=np.where(real, self.top_p[at], np.float32(1)),
+      top_k=np.where(real, self.top_k[at], np.int32(0)),
+      min_p=np.where(real, self.min_p[at], np.float32(0)),
+      repetition=np.where(real, self.repetition[at], np.float32(1)),
+      presence=np.where(real, self.presence[at], np.float32(0)),
+      frequency=np.where(real, self.frequency[at], np.float32(0)),
+      seed=self.seed[at],
+      prompt_length=self.prompt_length[at],
+      logprobs=self.logprobs[at] & real,
+      bias_row=row,
+      bias_token=token,
+      bias_value=value,
+      bias_until=until,
+    )
+
+
+def build(plan: Plan, shape: Shape, sampling: SlotSampling) -> tuple[Batch, np.ndarray, list[int]]:
+  """Fills the arrays of a call.
+
+  Returns:
+    (batch, stops int32 [decode_rows], sampled row of each Work in plan.decode + plan.prefill).
+    stops bounds the positions that a call of several decode steps may compute.
+  """
+  d, block = shape.decode_rows, shape.query_block
+  rows = d + shape.prefill_blocks * block
+  tokens = np.zeros(rows, np.int32)
+  slots = np.full(rows, sampling.slots, np.int32)
+  positions = np.zeros(rows, np.int32)
+  sampled = np.full(d + shape.prefill_blocks, rows, np.int32)
+  sampled[:d] = np.arange(d)
+  sampled_slots = np.full(len(sampled), sampling.slots, np.int64)
+  stops = np.zeros(d, np.int32)
+  where: list[int] = []
+
+  for row, w in enumerate(plan.decode):
+    known = w.sequence.tokens
+    tokens[row] = known[w.start] if w.start < len(known) else FROM_STATE
+    slots[row], positions[row] = w.slot, w.start
+    stops[row] = w.start + w.count
+    sampled_slots[row] = w.slot
+    where.append(row)
+  at = 0
+  for w in plan.prefill:
+    if not w.start:
+      sampling.fill(w)
+    begin = d + at * block
+    tokens[begin : begin + w.count] = w.sequence.tokens[w.start : w.start + w.count]
+    slots[begin : begin + w.count] = w.slot
+    positions[begin : begin + w.count] = np.arange(w.start, w.start + w.count)
+    at += -(-w.count // block)
+    where.append(d + at - 1)
+    if w.samples:
+      sampled[where[-1]] = begin + w.count - 1
+      sampled_slots[where[-1]] = w.slot
+  bias = _bias(plan, where, shape.bias_entries, len(sampled))
+  batch = Batch(
+    tokens=tokens,
+    slots=slots,
+    positions=positions,
+    sampled=sampled,
+    sampling=sampling.rows(sampled_slots, bias),
+    decode_rows=d,
+    query_block=block,
+  )
+  return batch, stops, where
+
+
+def _bias(plan: Plan, where: list[int], entries: int, rows: int) -> tuple[np.ndarray, ...]:
+  row = np.full(entries, rows, np.int32)
+  token, until = np.zeros(entries, np.int32), np.zeros(entries, np.int32)
+  value = np.zeros(entries, np.float32)
+  at = 0
+  for w, r in zip((*plan.decode, *plan.prefill), where, strict=True):
+    n = len(w.sequence.bias[0])
+    if n:
+      part = slice(at, at + n)
+      row[part] = r
+      token[part], value[part], until[part] = w.sequence.bias
+      at += n
+  return row, token, value, until

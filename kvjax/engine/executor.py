@@ -1,0 +1,140 @@
+"""The executor: compiled programs, the device state, and the one packed read of each step."""
+
+import dataclasses
+import functools
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax import state as state_lib
+from kvjax import steps as step_lib
+from kvjax.engine.batching import Shape, SlotSampling, build
+from kvjax.request import TokenLogprobs
+from kvjax.engine.scheduler import Plan, Work
+from kvjax.geometry import Layout
+from kvjax.models.decoder import Params
+from kvjax.models.spec import ModelSpec
+from kvjax.sampling import TOP_LOGPROBS
+from kvjax.sharding import Shardings
+
+
+@dataclasses.dataclass
+class Dispatched:
+  """A step that the device is working on."""
+
+  plan: Plan
+  rows: list[int]  # sampled row of each Work in plan.decode + plan.prefill
+  packed: jax.Array
+
+
+class Results:
+  """What was read of one step."""
+
+  def __init__(self, packed: np.ndarray):
+    # Always [steps, R + 1, PACKED_WIDTH].
+    self._packed = packed if packed.ndim == 3 else packed[None]
+    unreserved = int(self._packed[:, -1, 0].sum())
+    if unreserved:
+      raise RuntimeError(f"{unreserved} rows of a step had no page: the tables are wrong")
+
+  def token(self, row: int, step: int) -> tuple[int, bool]:
+    """(token id, whether the logits were finite)."""
+    words = self._packed[step, row]
+    return int(words[0]), bool(words[1])
+
+  def logprobs(self, row: int, step: int, top: int) -> TokenLogprobs:
+    """Log-probability of the token and of the `top` most likely ones."""
+    words = self._packed[step, row]
+    values = words[3 + TOP_LOGPROBS :].view(np.float32)
+    best = tuple((int(words[3 + i]), float(values[i])) for i in range(top) if values[i] > -np.inf)
+    return TokenLogprobs(int(words[0]), float(words[2:3].view(np.float32)[0]), best)
+
+
+class Executor:
+  """Runs plans on the device.
+
+  Attributes:
+    compiled: seconds that each shape took to compile (or to load from the cache on disk).
+  """
+
+  def __init__(
+    self,
+    params: Params,
+    spec: ModelSpec,
+    layout: Layout,
+    shardings: Shardings,
+    implementation: Any = None,
+  ):
+    self.compiled: dict[Shape, float] = {}
+    self._shardings = shardings
+    self._params = shardings.place_params(params)
+    self._spec = spec
+    self._implementation = implementation
+    self._state = shardings.place_state(state_lib.init(layout))
+    self._sampling = SlotSampling(layout[0].max_sequences)
+    self._programs: dict[Shape, Any] = {}
+
+  def dispatch(self, plan: Plan, shape: Shape) -> Dispatched:
+    """Starts a step and returns without waiting for it."""
+    batch, stops, rows = build(plan, shape, self._sampling)
+    state = self._state.replace(pages=plan.pages)
+    args = (self._params, state, batch) + ((stops,) if shape.steps > 1 else ())
+    self._state, packed = self._program(shape, args)(*args)
+    packed.copy_to_host_async()
+    return Dispatched(plan, rows, packed)
+
+  def read(self, dispatched: Dispatched) -> Results:
+    """Waits for a step's one packed array."""
+    return Results(np.asarray(dispatched.packed))
+
+  def _program(self, shape: Shape, args: tuple[Any, ...]) -> Any:
+    program = self._programs.get(shape)
+    if program is None:
+      start = time.perf_counter()
+      program = self._compile(shape, args)
+      self._programs[shape] = program
+      self.compiled[shape] = time.perf_counter() - start
+    return program
+
+  def _compile(self, shape: Shape, args: tuple[Any, ...]) -> Any:
+    function = functools.partial(
+      _run if shape.steps == 1 else _run_many,
+      spec=self._spec,
+      implementation=self._implementation,
+      **({"steps": shape.steps} if shape.steps > 1 else {}),
+    )
+    state = args[1]
+    jitted = jax.jit(
+      function,
+      donate_argnums=1,
+      out_shardings=self._shardings.outputs(state),
+    )
+    return jitted.lower(*args).compile()
+
+
+def _run(params, state, batch, *, spec, implementation):
+  state, out = step_lib.step(params, state, batch, spec=spec, implementation=implementation)
+  return state, step_lib.pack(out)
+
+
+def _run_many(params, state, batch, stops, *, spec, implementation, steps):
+  state, out = step_lib.decode(
+    params, state, batch, spec=spec, steps=steps, stops=stops, implementation=implementation
+  )
+  return state, step_lib.pack(out)
+
+
+def works(dispatched: Dispatched) -> list[tuple[Work, int]]:
+  """Each Work of a step with its sampled row."""
+  plan = dispatched.plan
+  return list(zip((*plan.decode, *plan.prefill), dispatched.rows, strict=True))
+
+
+def enable_compilation_cache(directory: str | None) -> None:
+  """Keeps compiled programs on disk, so that only the first run of a shape compiles it."""
+  jax.config.update("jax_compilation_cache_dir", directory)
+  if directory is not None:
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,248 @@
+"""The engine: the only place with a clock and side effects.
+
+Each call of `step` plans the next device step while the device still works on the last one,
+dispatches it, and only then reads the last one's tokens. What a sequence does next never depends
+on the value of its newest token, only on its being there, so nothing waits for the read; a
+sequence that turns out to have ended computed one step too many, which is thrown away and counted.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from kvjax import pages as pages_lib
+from kvjax.config import Config
+from kvjax.engine.batching import shape_of
+from kvjax.engine.executor import Dispatched, Executor, works
+from kvjax.request import Completion, Request
+from kvjax.engine.scheduler import Plan, Scheduler
+from kvjax.engine.sequence import Sequence
+from kvjax.errors import RequestError
+from kvjax.geometry import longest
+from kvjax.metrics import Metrics
+from kvjax.planning import plan_for
+from kvjax.sharding import Shardings
+from kvjax.weights.load import Model
+
+
+class Engine:
+  """Serves requests from one model.
+
+  Args:
+    model: with weights.
+    config: the declaration.
+    clock: seconds; only differences are used.
+  """
+
+  def __init__(self, model: Model, config: Config, clock: Any = time.perf_counter):
+    if model.params is None:
+      raise ValueError("model: expected weights, got a description; load with weights=True")
+    self.config = config
+    self.tokenizer = model.tokenizer
+    self.layout = plan_for(model, config)
+    self.metrics = Metrics()
+    self._spec = model.spec
+    self._clock = clock
+    self._scheduler = Scheduler(self.layout, config.scheduler)
+    attention = config.kernels.attention
+    self._executor = Executor(
+      model.params,
+      model.spec,
+      self.layout,
+      Shardings(config.mesh),
+      None if attention == "auto" else attention,
+    )
+    self._requests: dict[str, list[Sequence]] = {}
+    self._arrivals = 0
+    self._dispatched: Dispatched | None = None
+    self._last_read = clock()
+    self._aborted: list[Completion] = []
+
+  def add(self, request: Request) -> None:
+    """Queues a request.
+
+    Raises:
+      RequestError: it can never be served, with the figures; nothing is queued.
+    """
+    limit = self._check(request)
+    now = self._clock()
+    sequences = [
+      Sequence(request, i, (self._arrivals, i), self.tokenizer, limit, now)
+      for i in range(request.sampling.n)
+    ]
+    self._arrivals += 1
+    self._requests[request.id] = sequences
+    for s in sequences:
+      self._scheduler.add(s)
+
+  @property
+  def unfinished(self) -> int:
+    """Completions that are waiting or running."""
+    return sum(len(sequences) for sequences in self._requests.values())
+
+  def abort(self, request_id: str) -> None:
+    """Ends a request in any state; its completions come from the next `step`, with what was done
+    and the finish reason "abort". An id that is not in flight is ignored."""
+    for s in list(self._requests.get(request_id, ())):
+      s.finish_reason = "abort"
+      self._aborted.append(self._finish(s))
+
+  def step(self) -> list[Completion]:
+    """Plans and dispatches one step, reads the previous one, and returns what finished."""
+    plan = self._scheduler.plan()
+    previous = self._dispatched
+    self._dispatched = None
+    if plan is not None:
+      self._count(plan)
+      if previous is None:
+        self._last_read = self._clock()
+      self._dispatched = self._executor.dispatch(plan, shape_of(plan, self.config.scheduler))
+    done, self._aborted = self._aborted, []
+    if previous is not None:
+      done += self._read(previous)
+    if self._dispatched is not None and not self.config.scheduler.overlap:
+      done += self._read(self._dispatched)
+      self._dispatched = None
+    return done
+
+  def run(self) -> Iterator[Completion]:
+    """Steps until nothing is unfinished, yielding completions as they finish."""
+    while self.unfinished or self._aborted or self._dispatched is not None:
+      yield from self.step()
+
+  def close(self) -> None:
+    """Waits for what is in flight and drops every request."""
+    if self._dispatched is not None:
+      self._executor.read(self._dispatched)
+      self._dispatched = None
+    for request_id in list(self._requests):
+      self.abort(request_id)
+    self._aborted.clear()
+
+  def figures(self) -> dict[str, Any]:
+    """Everything measured so far, JSON-able: `kvjax.metrics.Metrics` and the engine's own."""
+    waiting = len(self._scheduler.waiting)
+    return {
+      **self.metrics.figures(),
+      "running": len(self._scheduler.running),
+      "waiting": waiting,
+      "pages": {
+        g.name: {
+          **pages_lib.describe(self._scheduler.pages, self.layout)[g.name],
+          "page_size": g.page_size,
+          "page_bytes": g.page_bytes,
+          "peak_used": self.metrics.peak_pages.get(g.name, 0),
+          "waste": self.metrics.waste(g.name),
+        }
+        for g in self.layout
+      },
+      "compilations": {
+        "count": len(self._executor.compiled),
+        "seconds": sum(self._executor.compiled.values()),
+        "shapes": {str(s): seconds for s, seconds in self._executor.compiled.items()},
+      },
+    }
+
+  def _check(self, request: Request) -> int:
+    """The request's limit in tokens, or RequestError."""
+    if request.id in self._requests:
+      raise RequestError("id", "an id that is not in flight", request.id)
+    prompt, sampling = request.prompt_token_ids, request.sampling
+    vocabulary = self._spec.vocab_size
+    if not prompt:
+      raise RequestError("prompt_token_ids", "at least one token", prompt)
+    for key, ids in (
+      ("prompt_token_ids", prompt),
+      ("stop_token_ids", sampling.stop_token_ids),
+      ("logit_bias", tuple(sampling.logit_bias)),
+    ):
+      for token in ids:
+        if not 0 <= token < vocabulary:
+          raise RequestError(key, f"token ids in [0, {vocabulary - 1}]", token)
+    most = self.layout[0].max_length
+    if len(prompt) >= most:
+      raise RequestError(
+        "prompt",
+        f"at most {most - 1} tokens (max_length {most} holds prompt and output)",
+        f"{len(prompt)} tokens",
+      )
+    new = most - len(prompt)
+    limit = len(prompt) + (new if sampling.max_tokens is None else min(sampling.max_tokens, new))
+    lacking = self._scheduler.can_ever_fit(limit)
+    if lacking:
+      figures = ", ".join(f"{k}: {need} of {total}" for k, (need, total) in lacking.items())
+      raise RequestError(
+        "prompt" if len(prompt) > longest(self.layout) else "max_tokens",
+        f"a request of at most {longest(self.layout)} tokens, which is what the pools hold",
+        f"{len(prompt)} prompt + {limit - len(prompt)} new tokens",
+        f"Pages needed of pages there are: {figures}. Raise cache.memory_bytes",
+      )
+    return limit
+
+  def _count(self, plan: Plan) -> None:
+    m = self.metrics
+    m.steps += 1
+    m.prefill_steps += bool(plan.prefill)
+    m.preemptions = self._scheduler.preemptions
+    for w in plan.prefill:
+      s = w.sequence
+      m.prefill_tokens += w.count
+      # What lies below the mark was computed before a preemption.
+      fresh = max(0, min(w.start + w.count, s.prompt_length) - s.counted)
+      m.prompt_tokens += fresh
+      m.prompt_tokens_by_source["computed"] += fresh
+      m.recomputed_tokens += w.count - fresh
+      s.counted += fresh
+    for g, p in zip(self.layout, plan.pages, strict=True):
+      work = (*plan.decode, *plan.prefill)
+      slots = [w.slot for w in work]
+      pages = int((p.last[slots] - p.first[slots]).sum())
+      used = sum(
+        w.start + w.count - int(g.retention.first_readable(w.start + w.count)) for w in work
+      )
+      in_use = int((p.refs > 0).sum())
+      m.sample_pages(g.name, in_use, pages * g.page_size, used)
+
+  def _read(self, dispatched: Dispatched) -> list[Completion]:
+    results = self._executor.read(dispatched)
+    now = self._clock()
+    seconds, self._last_read = now - self._last_read, now
+    self.metrics.seconds += seconds
+    if dispatched.plan.prefill:
+      self.metrics.prefill_seconds += seconds
+    done = []
+    for w, row in works(dispatched):
+      s = w.sequence
+      for i in range(w.samples):
+        if s.finish_reason is not None:
+          self.metrics.discarded_tokens += w.samples - i
+          break
+        token, finite = results.token(row, i)
+        if not finite:
+          s.finish_reason = "error"
+          done.append(self._finish(s))
+          continue
+        wanted = s.request.sampling.logprobs
+        s.accept(token, None if wanted is None else results.logprobs(row, i, wanted))
+        self._time(s, now, 1 if i else w.samples)
+        if s.finish_reason is not None:
+          done.append(self._finish(s))
+    return done
+
+  def _time(self, s: Sequence, now: float, count: int) -> None:
+    """Tokens of one call arrive together: the gap before them is shared by all of them."""
+    self.metrics.decode_tokens += 1
+    if s.last_token_at is None:
+      self.metrics.time_to_first_token.add(now - s.arrived)
+    elif now > s.last_token_at:
+      self.metrics.time_between_tokens.add((now - s.last_token_at) / count, count)
+    s.last_token_at = now
+
+  def _finish(self, s: Sequence) -> Completion:
+    self._scheduler.remove(s)
+    siblings = self._requests[s.request.id]
+    siblings.remove(s)
+    if not siblings:
+      del self._requests[s.request.id]
+    self.metrics.completions += 1
+    return s.completion()

@@ -1,0 +1,120 @@
+"""Sequence: the host's record of one completion that is being made."""
+
+from typing import Any
+
+import numpy as np
+
+from kvjax.request import Completion, Request, TokenLogprobs
+from kvjax.detokenizer import IncrementalDetokenizer
+from kvjax.tokenizer import Tokenizer
+
+FOREVER = 2**31 - 1
+"""`bias_until` of an entry that always holds."""
+
+
+class Sequence:
+  """One of a request's n completions.
+
+  Attributes:
+    order: (arrival of the request, index): the order of admission and, reversed, of preemption.
+    tokens: ids that the host has read: prompt, then output.
+    length: tokens that exist, those still in flight on the device included.
+    computed: tokens whose cache entries are written by steps already dispatched.
+    limit: most tokens, prompt and output.
+    slot: row of the engine state while running.
+    counted: prompt tokens that the metrics have seen; computing them again is recomputation.
+  """
+
+  def __init__(
+    self,
+    request: Request,
+    index: int,
+    order: tuple[int, int],
+    tokenizer: Tokenizer,
+    limit: int,
+    arrived: float,
+  ):
+    self.request = request
+    self.index = index
+    self.order = order
+    self.tokens = list(request.prompt_token_ids)
+    self.prompt_length = len(self.tokens)
+    self.length = len(self.tokens)
+    self.computed = 0
+    self.counted = 0
+    self.limit = limit
+    self.slot: int | None = None
+    self.finish_reason: str | None = None
+    self.logprobs: list[TokenLogprobs] = []
+    self.arrived = arrived
+    self.last_token_at: float | None = None
+    self.seed = _seed_words(request, index)
+    sampling = request.sampling
+    self.stop_ids = frozenset(sampling.stop_token_ids) | (
+      frozenset() if sampling.ignore_eos else frozenset(tokenizer.eos_ids)
+    )
+    self.bias = _bias(sampling, self.stop_ids, self.prompt_length)
+    self.text = IncrementalDetokenizer(tokenizer, sampling.stop)
+
+  @property
+  def remaining(self) -> int:
+    """Known tokens whose cache entries are not written yet; 1 means a decode row."""
+    return self.length - self.computed
+
+  @property
+  def in_flight(self) -> int:
+    """Tokens sampled on the device that the host has not read."""
+    return self.length - len(self.tokens)
+
+  def accept(self, token: int, logprobs: TokenLogprobs | None) -> None:
+    """Appends a token that the host has read and decides whether it ends the sequence."""
+    self.tokens.append(token)
+    if logprobs is not None:
+      self.logprobs.append(logprobs)
+    if token in self.stop_ids:
+      self.finish_reason = "stop"  # the ending token is not part of the text
+      return
+    self.text.push(token)
+    if self.text.stopped is not None:
+      self.finish_reason = "stop"
+    elif len(self.tokens) >= self.limit:
+      self.finish_reason = "length"
+
+  def completion(self) -> Completion:
+    assert self.finish_reason is not None
+    return Completion(
+      request_id=self.request.id,
+      index=self.index,
+      text=self.text.finish(),
+      token_ids=tuple(self.tokens[self.prompt_length :]),
+      finish_reason=self.finish_reason,
+      prompt_tokens=self.prompt_length,
+      logprobs=None if self.request.sampling.logprobs is None else tuple(self.logprobs),
+    )
+
+
+def _seed_words(request: Request, index: int) -> np.ndarray:
+  """uint32 [2]: one random stream per (seed, completion index).
+
+  SeedSequence mixes all bits, so that neighbouring seeds or indices share nothing.
+  """
+  seed = request.sampling.seed
+  if seed is None:
+    seed = request.default_seed
+  entropy = [seed % 2**64, index]
+  return np.random.SeedSequence(entropy).generate_state(2, np.uint32)
+
+
+def _bias(sampling: Any, stop_ids: frozenset[int], prompt_length: int):
+  """(token int32 [e], value float32 [e], until int32 [e]): logit bias, and the stop ids that
+  `min_tokens` forbids at first."""
+  entries = [(token, value, FOREVER) for token, value in sampling.logit_bias.items()]
+  if sampling.min_tokens:
+    until = prompt_length + sampling.min_tokens
+    entries += [(token, -np.inf, until) for token in sorted(stop_ids)]
+  token, value, until = zip(*entries, strict=True) if entries else ((), (), ())
+  return (
+    np.array(token, np.int32),
+    np.array(value, np.float32),
+    np.array(until, np.int64).clip(max=FOREVER).astype(np.int32),
+  )

@@ -1,0 +1,1 @@
+"""The batch job around an engine: prompt lines in, result lines out."""
