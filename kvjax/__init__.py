@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+  from kvjax.cache import cached, read_cache, write_cache
   from kvjax.config import CacheConfig, Config
   from kvjax.engine import Completion, Engine, Request, SamplingParams
   from kvjax.geometry import GroupGeometry, Layout
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
   from kvjax.weights.load import Model, load
 
 _HOMES = {
+  "kvjax.cache": ("cached", "read_cache", "write_cache"),
   "kvjax.config": ("CacheConfig", "Config"),
   "kvjax.engine": ("Completion", "Engine", "Request", "SamplingParams"),
   "kvjax.geometry": ("GroupGeometry", "Layout"),
@@ -51,6 +53,7 @@ __all__ = [
   "SamplingParams",
   "StepOutput",
   "admit",
+  "cached",
   "decode",
   "decode_batch",
   "describe",
@@ -60,9 +63,11 @@ __all__ = [
   "load",
   "plan",
   "prefill_batch",
+  "read_cache",
   "release",
   "reserve",
   "step",
+  "write_cache",
 ]
 
 

@@ -6,136 +6,16 @@ Every wrong key of a declaration is reported, each under its full dotted name.
 
 import dataclasses
 import itertools
-import math
 import re
-import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
+from kvjax.errors import RequestError, show
 from kvjax.request import SamplingParams
-from kvjax.errors import ConfigError, RequestError, nearest, show
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-  """What one key means and which values it takes, on top of its annotation.
-
-  Attributes:
-    help: one line for `--help`.
-    low, high: inclusive bounds of a number, or of every number in a tuple.
-    words: what is expected, in words; None derives them from the annotation and the bounds.
-    test: a further condition on a value of the right type.
-    from_flag: whether a flag's text can set the key.
-  """
-
-  help: str
-  low: float = -math.inf
-  high: float = math.inf
-  words: str | None = None
-  test: Callable[[Any], bool] | None = None
-  from_flag: bool = True
-
-
-def _key(
-  default: Any, help: str, low: float = -math.inf, high: float = math.inf, **more: Any
-) -> Any:
-  """A dataclass field with its rule."""
-  return dataclasses.field(default=default, metadata={"rule": Rule(help, low, high, **more)})
-
-
-def fits(kind: Any, value: Any, rule: Rule) -> bool:
-  """Whether `value` is of the annotated type `kind`, strictly, and within the rule's bounds.
-
-  A bool is no int and a float no int; an int is good for a float.
-  """
-  origin, inner = typing.get_origin(kind), typing.get_args(kind)
-  if origin is types.UnionType:
-    return any(fits(each, value, rule) for each in inner)
-  if origin is Literal:
-    return isinstance(value, str) and value in inner
-  if origin is tuple:
-    return isinstance(value, tuple) and all(fits(inner[0], each, rule) for each in value)
-  if origin is not None:  # the mapping of groups, whose entries CacheConfig checks
-    return isinstance(value, origin)
-  if kind in (int, float):
-    allowed = int if kind is int else (int, float)
-    number = isinstance(value, allowed) and not isinstance(value, bool)
-    return number and rule.low <= value <= rule.high
-  return isinstance(value, kind) and value != ""
-
-
-def expected(kind: Any, rule: Rule) -> str:
-  """The words for what `fits` accepts."""
-  if rule.words is not None:
-    return rule.words
-  origin, inner = typing.get_origin(kind), typing.get_args(kind)
-  if origin is types.UnionType:
-    return " or ".join(expected(each, rule) for each in inner)
-  if origin is Literal:
-    return "one of " + ", ".join(map(repr, inner))
-  if origin is tuple:
-    return f"a tuple, each entry {expected(inner[0], rule)}"
-  if origin is not None:
-    return f"a mapping from group name to {inner[1].__name__}"
-  if kind in (int, float):
-    bounds = f" in [{rule.low}, {rule.high}]" if rule.high < math.inf else ""
-    return ("an integer" if kind is int else "a number") + bounds
-  names = {type(None): "None", bool: "true or false", str: "a non-empty string"}
-  return names.get(kind) or f"a {kind.__name__}"
-
-
-def unknown(section: str, name: str, valid: Iterable[str]) -> str:
-  """The error text for `name`, which is not among the `valid` names of a section."""
-  names = list(valid)
-  elsewhere = [key.name for key in keys() if key.name.endswith(f".{name}") and "*" not in key.name]
-  hint = nearest(name, names) or nearest(f"{section}.{name}", elsewhere)
-  return f"{section}.{name}: there is no such key.{hint or ' Valid here: ' + ', '.join(names)}"
-
-
-class _Checked(type):
-  """Refuses unknown and missing keys as a ConfigError, before the dataclass's own __init__."""
-
-  def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-    declared = dataclasses.fields(typing.cast(Any, cls))
-    names = [field.name for field in declared]
-    root = typing.cast(type[Section], cls).KEY
-    wrong = [unknown(root, name, names) for name in kwargs if name not in names]
-    wrong += [
-      f"{root}.{field.name}: required, and missing"
-      for field in declared[len(args) :]
-      if field.name not in kwargs
-      and field.default is dataclasses.MISSING
-      and field.default_factory is dataclasses.MISSING
-    ]
-    if wrong:
-      raise ConfigError("; ".join(wrong))
-    return super().__call__(*args, **kwargs)
-
-
-class Section(metaclass=_Checked):
-  """Base of the declaration's dataclasses: `KEY` is the dotted name, the fields are its keys."""
-
-  KEY: ClassVar[str]
-
-  def __post_init__(self) -> None:
-    wrong = list(self.problems(self.KEY))
-    if wrong:
-      raise ConfigError("; ".join(wrong))
-
-  def problems(self, key: str) -> Iterator[str]:
-    """One text for each wrong value, named below `key`."""
-    for name, kind, rule in declared_fields(type(self)):
-      value = getattr(self, name)
-      if not fits(kind, value, rule) or (rule.test is not None and not rule.test(value)):
-        yield f"{key}.{name}: expected {expected(kind, rule)}, got {show(value)}"
-
-
-def declared_fields(section: type[Section]) -> Iterator[tuple[str, Any, Rule]]:
-  """(name, annotated type, rule) of each key of a section."""
-  kinds = typing.get_type_hints(section)
-  for field in dataclasses.fields(typing.cast(Any, section)):
-    yield field.name, kinds[field.name], field.metadata.get("rule", Rule(""))
+from kvjax.rules import Rule, Section, declared_fields, key
+from kvjax.rules import expected as expected
+from kvjax.rules import unknown as unknown
 
 
 def _increasing(values: tuple[int, ...]) -> bool:
@@ -158,10 +38,10 @@ class ModelConfig(Section):
   KEY = "config.model"
 
   source: str = dataclasses.field(metadata={"rule": _SOURCE_RULE})
-  dtype: Literal["auto", "float32", "bfloat16"] = _key(
+  dtype: Literal["auto", "float32", "bfloat16"] = key(
     "auto", "compute type; auto: bfloat16 on TPU and GPU, float32 on CPU"
   )
-  max_length: int | None = _key(
+  max_length: int | None = key(
     None, "tokens of prompt and output per sequence; None: the model's context", 1, 2**24
   )
 
@@ -175,8 +55,8 @@ class GroupConfig(Section):
 
   KEY = "config.cache.groups.*"
 
-  page_size: int | None = _key(None, "tokens per page; None: cache.page_size", 1, 65536)
-  pages: int | None = _key(None, "pages in the pool; None: planned from memory", 1, 2**31 - 1)
+  page_size: int | None = key(None, "tokens per page; None: cache.page_size", 1, 65536)
+  pages: int | None = key(None, "pages in the pool; None: planned from memory", 1, 2**31 - 1)
 
   def __post_init__(self) -> None:
     pass
@@ -188,11 +68,11 @@ class CacheConfig(Section):
 
   KEY = "config.cache"
 
-  page_size: int = _key(16, "tokens per page, for every group that does not say", 1, 65536)
-  memory_bytes: int | None = _key(
+  page_size: int = key(16, "tokens per page, for every group that does not say", 1, 65536)
+  memory_bytes: int | None = key(
     None, "device bytes for the pools of all groups; None: planned from device memory", 1, 2**50
   )
-  dtype: Literal["auto", "float32", "bfloat16"] = _key(
+  dtype: Literal["auto", "float32", "bfloat16"] = key(
     "auto", "type of keys and values in memory; auto: the model's"
   )
   # A dict has no hash; equal declarations still hash alike without it.
@@ -219,16 +99,16 @@ class SchedulerConfig(Section):
 
   KEY = "config.scheduler"
 
-  max_sequences: int = _key(16, "sequences that run at once", 1, 4096)
-  token_budget: int = _key(256, "most prefill tokens per step", 1, 65536)
-  query_block: int = _key(
+  max_sequences: int = key(16, "sequences that run at once", 1, 4096)
+  token_budget: int = key(256, "most prefill tokens per step", 1, 65536)
+  query_block: int = key(
     64,
     "tokens per prefill query block",
     words="a power of two in [8, 256]",
     test=lambda value: value in (8, 16, 32, 64, 128, 256),
   )
-  decode_steps: int = _key(1, "decode steps per call", 1, 64)
-  decode_buckets: tuple[int, ...] = _key(
+  decode_steps: int = key(1, "decode steps per call", 1, 64)
+  decode_buckets: tuple[int, ...] = key(
     (),
     "sequences per compiled decode shape; empty: chosen",
     1,
@@ -236,7 +116,7 @@ class SchedulerConfig(Section):
     words="a tuple of strictly increasing integers in [1, 4096]",
     test=_increasing,
   )
-  prefill_buckets: tuple[int, ...] = _key(
+  prefill_buckets: tuple[int, ...] = key(
     (),
     "tokens per compiled prefill shape; empty: chosen",
     1,
@@ -244,7 +124,7 @@ class SchedulerConfig(Section):
     words="a tuple of strictly increasing integers in [1, 65536]",
     test=_increasing,
   )
-  overlap: bool = _key(True, "plan the next step while the device runs this one")
+  overlap: bool = key(True, "plan the next step while the device runs this one")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,18 +133,18 @@ class SamplingDefaults(Section):
 
   KEY = "config.sampling"
 
-  max_tokens: int | None = _key(256, "most new tokens; None: all that the context allows")
-  min_tokens: int = _key(0, "new tokens before an end-of-sequence or stop id may end the output")
-  temperature: float = _key(1.0, "0 is greedy")
-  top_p: float = _key(1.0, "keep the most likely tokens up to this probability")
-  top_k: int = _key(0, "keep the k most likely tokens; 0 keeps all")
-  min_p: float = _key(0.0, "drop tokens below this share of the most likely one")
-  repetition_penalty: float = _key(1.0, "against tokens of prompt and output; 1 is none")
-  presence_penalty: float = _key(0.0, "subtracted once for each token of the output")
-  frequency_penalty: float = _key(0.0, "subtracted for each occurrence in the output")
-  seed: int | None = _key(None, "of all randomness; None: drawn from the prompt's place")
-  stop: tuple[str, ...] = _key((), 'strings that end the output; if one has a comma: ["a,b"]')
-  ignore_eos: bool = _key(False, "run past the model's end of sequence")
+  max_tokens: int | None = key(256, "most new tokens; None: all that the context allows")
+  min_tokens: int = key(0, "new tokens before an end-of-sequence or stop id may end the output")
+  temperature: float = key(1.0, "0 is greedy")
+  top_p: float = key(1.0, "keep the most likely tokens up to this probability")
+  top_k: int = key(0, "keep the k most likely tokens; 0 keeps all")
+  min_p: float = key(0.0, "drop tokens below this share of the most likely one")
+  repetition_penalty: float = key(1.0, "against tokens of prompt and output; 1 is none")
+  presence_penalty: float = key(0.0, "subtracted once for each token of the output")
+  frequency_penalty: float = key(0.0, "subtracted for each occurrence in the output")
+  seed: int | None = key(None, "of all randomness; None: drawn from the prompt's place")
+  stop: tuple[str, ...] = key((), 'strings that end the output; if one has a comma: ["a,b"]')
+  ignore_eos: bool = key(False, "run past the model's end of sequence")
 
   def params(self) -> SamplingParams:
     """The same values as the sampling parameters of a request."""
@@ -294,7 +174,7 @@ class OffloadConfig(Section):
 
   KEY = "config.offload"
 
-  host_bytes: int = _key(
+  host_bytes: int = key(
     0,
     "host memory for cache pages; only 0 in this version",
     0,
@@ -309,7 +189,7 @@ class MeshConfig(Section):
 
   KEY = "config.mesh"
 
-  tensor: int = _key(1, "devices along the tensor axis", 1, 65536)
+  tensor: int = key(1, "devices along the tensor axis", 1, 65536)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +198,7 @@ class KernelsConfig(Section):
 
   KEY = "config.kernels"
 
-  attention: str | tuple[str, ...] = _key(
+  attention: str | tuple[str, ...] = key(
     "auto",
     "attention implementations, tried in order; auto: chosen",
     words="a name, or a non-empty tuple of names",

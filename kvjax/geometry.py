@@ -174,6 +174,17 @@ class GroupGeometry:
     """Most new pages that one sequence can need for `tokens` further tokens."""
     return min(self.pages_for(max(tokens - 1, 0)) + 1, self.pages_for(self.max_length))
 
+  def sequences(self, length: int) -> int:
+    """How many sequences of `length` tokens the pool holds at once without any shortfall.
+
+    They come one after the other: while one computes its chunks of up to step_tokens, the others
+    decode, and hold one window each wherever it stands.
+    """
+    peak = self.peak_pages(length)
+    if peak > self.pages:
+      return 0
+    return 1 + (self.pages - peak) // self.peak_pages(length, 1)
+
   def longest(self, pages: int) -> int:
     """Most tokens that a sequence with `pages` pages to itself can reach, at most max_length."""
     if self.peak_pages(self.max_length) <= pages:
@@ -201,8 +212,8 @@ def sequence_bytes(layout: Layout, length: int) -> int:
 
 
 def concurrency(layout: Layout, length: int) -> int:
-  """How many sequences of `length` tokens the pools hold at once (whole pages, every group)."""
-  return min(group.pages // group.peak_pages(length) for group in layout)
+  """How many sequences of `length` tokens the pools hold at once, see GroupGeometry.sequences."""
+  return min(group.sequences(length) for group in layout)
 
 
 def longest(layout: Layout) -> int:

@@ -49,7 +49,6 @@ class Metrics:
     prompt_tokens: prompt tokens of admitted sequences, each counted once.
     prompt_tokens_by_source: where their cache entries came from; sums to prompt_tokens.
     recomputed_tokens: tokens computed again after a preemption (prompt and output).
-    prefill_tokens: rows of prefill chunks, recomputation included.
     decode_tokens: tokens sampled and kept.
     discarded_tokens: tokens sampled after their sequence had ended.
     steps, prefill_steps: device calls, and those with prefill rows.
@@ -64,7 +63,6 @@ class Metrics:
     default_factory=lambda: {"computed": 0}
   )
   recomputed_tokens: int = 0
-  prefill_tokens: int = 0
   decode_tokens: int = 0
   discarded_tokens: int = 0
   steps: int = 0
@@ -78,6 +76,11 @@ class Metrics:
   prefill_seconds: float = 0.0
   time_to_first_token: Histogram = dataclasses.field(default_factory=Histogram)
   time_between_tokens: Histogram = dataclasses.field(default_factory=Histogram)
+
+  @property
+  def prefill_tokens(self) -> int:
+    """Tokens computed that were known before: prompts, and what preemptions made necessary."""
+    return self.prompt_tokens + self.recomputed_tokens
 
   def sample_pages(self, name: str, pages: int, held: int, used: int) -> None:
     """One step's occupancy of a group: pages in use, token slots held, tokens readable."""

@@ -79,12 +79,15 @@ def reserve(
 
   Args:
     slots: int32 [n], distinct; values >= S are padding and take nothing.
-    starts, stops: int32 [n] positions; every position below starts has been processed.
+    starts, stops: int32 [n] positions; every position below starts has been processed. An empty
+      range takes nothing.
     tokens: most tokens per sequence in this call, static; the layout's step_tokens by default.
 
   Returns:
     (pages, copies per group, shortfall int32 [groups]). Where any shortfall is > 0 nothing was
-    taken in any group. The shortfall is exactly the pages missing in that group.
+    taken in any group. The shortfall is exactly the pages missing in that group; pages that no
+    pool could serve (below what the sequence still holds, after a gap, past `tokens`, or wider
+    than its row of the table) count as missing.
   """
   pages = retire(pages, layout, slots, starts)
   wants = [
@@ -103,7 +106,7 @@ def reserve(
 
 
 def retire(pages: Pages, layout: Layout, slots: Array, lengths: Array) -> Pages:
-  """Gives back the pages that no position >= lengths can read. int32 [n] each."""
+  """Gives back the pages that no position >= lengths can read. int32 [n] each; slots distinct."""
   out = []
   for p, g in zip(pages, layout, strict=True):
     if g.retention.window is None:
@@ -128,10 +131,14 @@ def retire(pages: Pages, layout: Layout, slots: Array, lengths: Array) -> Pages:
 
 
 def release(pages: Pages, slots: Array) -> Pages:
-  """Gives back everything that the sequences in `slots` (int32 [n]) hold; the slots are empty."""
+  """Gives back everything that the sequences in `slots` (int32 [n]) hold; the slots are empty.
+
+  A slot that is named twice is given back once.
+  """
+  xp = arrays.namespace(pages[0].refs)
+  slots = xp.where(_rank(xp.asarray(slots), xp) > 0, len(pages[0].first), slots)
   out = []
   for p in pages:
-    xp = arrays.namespace(p.refs)
     p = _drop(p, slots, _inside(p, slots), arrays.gather(p.last, slots))
     zero = xp.zeros_like(arrays.gather(p.first, slots))
     out.append(
@@ -147,7 +154,7 @@ def fork(pages: Pages, sources: Array, targets: Array) -> Pages:
   """Each slot targets[i] becomes a copy of slot sources[i], sharing all its pages.
 
   All copies happen at once, so that a permutation with repeats (beam search) is one call. What the
-  targets held before is given back. int32 [n] each; targets distinct.
+  targets held before is given back. int32 [n] each; targets distinct, values >= S are padding.
   """
   out = []
   for p in pages:
@@ -192,7 +199,7 @@ def check(pages: Pages, layout: Layout) -> None:
 def _want(p: GroupPages, g: GroupGeometry, slots, starts, stops, tokens: int):
   """What `reserve` needs in one group: (logical pages [n, m], new, copy [n, m], shortfall)."""
   xp = arrays.namespace(p.refs)
-  valid = _inside(p, slots)
+  valid = _inside(p, slots) & (stops > starts)
   first, last = arrays.gather(p.first, slots), arrays.gather(p.last, slots)
   begin, end = starts // g.page_size, g.pages_for(stops)
   m = g.pages_per_step(tokens)
@@ -208,8 +215,10 @@ def _want(p: GroupPages, g: GroupGeometry, slots, starts, stops, tokens: int):
     copy = shared
   else:
     copy = shared & (_rank(physical, xp) < holders - 1)
-  # Cells outside the static grid, or a gap below it, could not be served whatever the pool holds.
-  outside = xp.where(valid, xp.maximum(end - begin - m, 0) + xp.maximum(begin - last, 0), 0).sum()
+  # Cells past the static grid or the row, given back before, or after a gap could not be served
+  # whatever the pool holds.
+  beyond = (end - begin - m, end - first - p.table.shape[1], first - begin, begin - last)
+  outside = sum(xp.where(valid, xp.maximum(cells, 0), 0).sum() for cells in beyond)
   lacking = xp.maximum((new | copy).sum() - (p.refs == 0).sum(), 0)
   return logical, new, copy, outside + lacking
 
@@ -233,14 +242,8 @@ def _take(p: GroupPages, g: GroupGeometry, slots, logical, new, copy):
   last = xp.maximum(
     arrays.gather(p.last, slots), xp.where(new, logical + 1, 0).max(-1).astype(xp.int32)
   )
-  # A slot that was empty starts where its first page starts.
-  empty = arrays.gather(p.last, slots) == arrays.gather(p.first, slots)
-  first = xp.where(
-    empty & new.any(-1), logical[:, 0].astype(xp.int32), arrays.gather(p.first, slots)
-  )
   p = p.replace(
     table=arrays.scatter_set(p.table, (row, column), fresh),
-    first=arrays.scatter_set(p.first, slots, first),
     last=arrays.scatter_set(p.last, slots, last),
     refs=refs,
   )

@@ -20,6 +20,8 @@ from kvjax.arrays import Array
 TOP_LOGPROBS = 20
 """Alternatives per token in every step's output; a request asks for at most as many."""
 
+_COLDEST = 1e-6  # a temperature below it acts like it: logits divided by less could overflow
+
 
 @struct.dataclass
 class Sampling:
@@ -97,9 +99,7 @@ def sample(
   return Sampled(token, finite, logprob, top_token, top_logprob)
 
 
-def _penalize(
-  logits: Array, s: Sampling, position: Array, tokens: Array, slots: Array
-) -> Array:
+def _penalize(logits: Array, s: Sampling, position: Array, tokens: Array, slots: Array) -> Array:
   """Repetition (prompt and output), presence and frequency (output) penalties."""
 
   def apply() -> Array:
@@ -129,8 +129,7 @@ def _bias(logits: Array, s: Sampling, position: Array) -> Array:
 
 def _draw(logits: Array, s: Sampling, position: Array) -> Array:
   """One token per row from the filtered distribution; filters in the order of the fields below."""
-  cold = jnp.where(s.temperature > 0, s.temperature, 1)[:, None]
-  scaled = logits / cold
+  scaled = logits / jnp.where(s.temperature > 0, jnp.maximum(s.temperature, _COLDEST), 1)[:, None]
   filtered = (s.top_k > 0) | (s.top_p < 1) | (s.min_p > 0)
 
   def restrict() -> Array:
@@ -162,7 +161,8 @@ def threshold(logits: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
 
   kth = _largest(lambda t: (keys >= t[:, None]).sum(-1) >= k, len(logits))
   weight = jnp.where(keys >= kth[:, None], weight, 0)
-  enough = top_p * weight.sum(-1)
+  # Never zero, whatever underflows: a set without any token would be enough.
+  enough = jnp.maximum(top_p * weight.sum(-1), jnp.finfo(jnp.float32).tiny)
   pth = _largest(lambda t: jnp.where(keys >= t[:, None], weight, 0).sum(-1) >= enough, len(logits))
   pth = jnp.where(top_p < 1, pth, kth)
   floor = jnp.where(min_p > 0, best[:, 0] + jnp.log(jnp.where(min_p > 0, min_p, 1)), -jnp.inf)
@@ -201,10 +201,11 @@ def _logprobs(logits: Array, token: Array, wanted: Array) -> tuple[Array, Array,
     normal = logits - jax.nn.logsumexp(logits, -1, keepdims=True)
     top, index = lax.top_k(normal, most)
     pad = ((0, 0), (0, TOP_LOGPROBS - most))
+    asked = wanted[:, None]
     return (
-      jnp.take_along_axis(normal, token[:, None], 1)[:, 0],
-      jnp.pad(index.astype(jnp.int32), pad),
-      jnp.pad(top, pad, constant_values=-jnp.inf),
+      jnp.where(wanted, jnp.take_along_axis(normal, token[:, None], 1)[:, 0], 0),
+      jnp.where(asked, jnp.pad(index.astype(jnp.int32), pad), 0),
+      jnp.where(asked, jnp.pad(top, pad, constant_values=-jnp.inf), 0),
     )
 
   def skip():

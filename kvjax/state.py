@@ -11,7 +11,7 @@ from flax import struct
 
 from kvjax import pages as pages_lib
 from kvjax.arrays import Array
-from kvjax.geometry import GroupGeometry, Layout
+from kvjax.geometry import NO_PAGE, GroupGeometry, Layout
 
 FROM_STATE = -1
 """Token of a row whose id the state already knows (the last sampled one)."""
@@ -30,6 +30,7 @@ class EngineState:
   pages: pages_lib.Pages  # tables and reference counts of each group
   tokens: Array  # int32 [S, L]  ids known so far: prompt, then sampled
   lengths: Array  # int32 [S]     tokens whose cache entries are written
+  known: Array  # int32 [S]       ids that `admit` gave: sampling never overwrites them
   shortfall: Array  # int32 [groups]  pages that calls lacked, added up; 0 = none ever fell short
   layout: Layout = struct.field(pytree_node=False)  # static geometry of each group
 
@@ -46,6 +47,7 @@ def init(layout: Layout) -> EngineState:
     pages=pages_lib.init(layout, jnp),
     tokens=jnp.zeros((slots, layout[0].max_length), jnp.int32),
     lengths=jnp.zeros((slots,), jnp.int32),
+    known=jnp.zeros((slots,), jnp.int32),
     shortfall=jnp.zeros((len(layout),), jnp.int32),
     layout=layout,
   )
@@ -86,6 +88,7 @@ def admit(state: EngineState, slot: int | Array, tokens: Any) -> EngineState:
   state = release(state, slots)
   state = state.replace(
     tokens=state.tokens.at[slots[0], : len(tokens)].set(tokens),
+    known=state.known.at[slots].set(len(tokens), mode="drop"),
   )
   stop = min(len(tokens), min(g.step_tokens for g in state.layout))
   return reserve(state, slots, jnp.full((1,), stop, jnp.int32))
@@ -111,7 +114,7 @@ def reserve(state: EngineState, slots: Any, stops: Any, tokens: int | None = Non
   taken, copies, shortfall = pages_lib.reserve(
     _on_device(state.pages), state.layout, slots, starts, stops, tokens
   )
-  pools = tuple(_copy_pages(pool, c) for pool, c in zip(state.pools, copies, strict=True))
+  pools = tuple(copy_pages(pool, c) for pool, c in zip(state.pools, copies, strict=True))
   return state.replace(pages=taken, pools=pools, shortfall=state.shortfall + shortfall)
 
 
@@ -121,6 +124,7 @@ def release(state: EngineState, slots: Any) -> EngineState:
   return state.replace(
     pages=pages_lib.release(_on_device(state.pages), slots),
     lengths=state.lengths.at[slots].set(0, mode="drop"),
+    known=state.known.at[slots].set(0, mode="drop"),
   )
 
 
@@ -138,10 +142,38 @@ def fork(state: EngineState, source: Any, target: Any) -> EngineState:
     pages=pages_lib.fork(_on_device(state.pages), sources, targets),
     tokens=state.tokens.at[targets].set(state.tokens[sources], mode="drop"),
     lengths=state.lengths.at[targets].set(state.lengths[sources], mode="drop"),
+    known=state.known.at[targets].set(state.known[sources], mode="drop"),
   )
 
 
-def _copy_pages(pool: tuple[PoolLeaves, ...], copies: pages_lib.Copies):
+def locate(
+  g: GroupGeometry, pages: pages_lib.GroupPages, slots: Array, positions: Array
+) -> tuple[Array, Array]:
+  """Where the cache entry of each position lies: (page, offset in the page), int32 [n] each.
+
+  NO_PAGE for padding slots (>= S) and for positions outside the pages that the slot holds, whose
+  column in the table's ring may belong to another page.
+  """
+  logical = positions // g.page_size
+  first, last = (
+    jnp.asarray(x).at[slots].get(mode="fill", fill_value=0) for x in (pages.first, pages.last)
+  )
+  page = jnp.asarray(pages.table).at[slots, g.column(logical)].get(mode="fill", fill_value=NO_PAGE)
+  held = (logical >= first) & (logical < last)
+  return jnp.where(held, page, NO_PAGE), positions % g.page_size
+
+
+def writable(
+  g: GroupGeometry, pages: pages_lib.GroupPages, slots: Array, positions: Array
+) -> tuple[Array, Array]:
+  """`locate`, with NO_PAGE also for pages that another slot shares: they are copied before a
+  write (`reserve`), never written."""
+  page, offset = locate(g, pages, slots, positions)
+  shared = jnp.asarray(pages.refs).at[page].get(mode="fill", fill_value=0) > 1
+  return jnp.where(shared, NO_PAGE, page), offset
+
+
+def copy_pages(pool: tuple[PoolLeaves, ...], copies: pages_lib.Copies):
   """Copies whole pages in every layer of a group; does nothing when there is none to copy."""
 
   def copy(pool):

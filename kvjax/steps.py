@@ -45,7 +45,7 @@ class StepOutput:
 
   sampled: sampling_lib.Sampled  # the chosen tokens of the R sampled rows
   logits: Array  # float32 [R, V]   unmodified; unused outputs cost nothing under jit
-  unreserved: Array  # int32 [groups]  rows that had no page: not 0 means a caller's error
+  unreserved: Array  # int32 [groups]  rows without a page of their own: a caller's error, see step
 
 
 def step(
@@ -59,7 +59,12 @@ def step(
   """One ragged step of prefill and decode rows together.
 
   Writes the rows' keys and values, samples the next token of the sampled rows and stores it in
-  `state.tokens`, and moves `state.lengths` past the rows.
+  `state.tokens` (unless `admit` gave the id of that position: a prompt computed in chunks), and
+  moves `state.lengths` past the rows.
+
+  A row whose position has no reserved page, or one that a fork shares since it was reserved, is
+  not written; its output means nothing, and `out.unreserved` counts it in that group, as it does
+  rows whose window reaches back to pages that were given back.
 
   Args:
     params: see `kvjax.models.decoder.Params`.
@@ -129,8 +134,9 @@ def decode(
     return (state, batch), out.replace(logits=None)
 
   # The carry must keep its type: tables planned on the host become device arrays first.
-  state = jax.tree.map(jnp.asarray, state)
-  (state, _), out = lax.scan(body, (state, jax.tree.map(jnp.asarray, batch)), length=steps)
+  state, batch = jax.tree.map(jnp.asarray, (state, batch))
+  batch = batch.replace(slots=jnp.where(batch.positions < stops, batch.slots, state.slots))
+  (state, _), out = lax.scan(body, (state, batch), length=steps)
   return state, out
 
 
@@ -228,5 +234,8 @@ def _sample(
   slots = batch.slots.at[batch.sampled].get(mode="fill", fill_value=state.slots)
   positions = batch.positions.at[batch.sampled].get(mode="fill", fill_value=0) + 1
   sampled = sampling_lib.sample(logits, batch.sampling, positions, state.tokens, slots)
-  tokens = state.tokens.at[slots, positions].set(sampled.token, mode="drop")
+  # A prompt computed in chunks goes on after each of them: its own ids stay.
+  fresh = positions >= state.known.at[slots].get(mode="fill", fill_value=0)
+  at = jnp.where(fresh, slots, state.slots)
+  tokens = state.tokens.at[at, positions].set(sampled.token, mode="drop")
   return state.replace(tokens=tokens), sampled

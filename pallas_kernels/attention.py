@@ -10,6 +10,7 @@ blocks, each with up to B consecutive tokens of one sequence; rows with slot >= 
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import attention_xla
 
@@ -46,7 +47,8 @@ def paged_attention(
     query: [T, H, D].
     pool: [P, page_size, K, D + Dv], key and value of a token side by side; H is a multiple of K.
     table: int32 [S, W]; logical page l of sequence s is page table[s, l % W].
-    slots: int32 [T] sequence of each row; constant within a query block up to padding.
+    slots: int32 [T] sequence of each row; within a query block the rows of its one sequence come
+      first, padding after them.
     positions: int32 [T] position of each row in its sequence.
     decode_rows, query_block: the static layout of the rows.
     scale: factor on the logits before softcap and softmax.
@@ -61,7 +63,7 @@ def paged_attention(
     ValueError: shapes or options that no implementation could accept, with the values.
     NotImplementedError: every implementation tried refused, with each reason.
   """
-  validate(query, pool, table, slots, positions, decode_rows, query_block, window)
+  validate(query, pool, table, slots, positions, decode_rows, query_block, window, softcap)
   reasons = []
   for name in choices(implementation):
     try:
@@ -102,6 +104,7 @@ def validate(
   decode_rows: int,
   query_block: int,
   window: int | None,
+  softcap: float | None = None,
 ) -> None:
   """Static checks of `paged_attention`'s arguments: shapes and dtypes, never values."""
   if query.ndim != 3 or pool.ndim != 4 or table.ndim != 2:
@@ -109,6 +112,14 @@ def validate(
       "expected query [T, H, D], pool [P, page, K, D + Dv] and table [S, W], "
       f"got {query.shape}, {pool.shape}, {table.shape}"
     )
+  if 0 in (*query.shape, *pool.shape, *table.shape):
+    raise ValueError(
+      f"expected no empty dimension, got query {query.shape}, pool {pool.shape}, "
+      f"table {table.shape}"
+    )
+  for name, array in (("table", table), ("slots", slots), ("positions", positions)):
+    if array.dtype != jnp.int32:
+      raise ValueError(f"{name}: expected int32, got {array.dtype}")
   rows, heads, size = query.shape
   if heads % pool.shape[2]:
     raise ValueError(f"expected query heads a multiple of KV heads, got {heads}, {pool.shape[2]}")
@@ -125,3 +136,5 @@ def validate(
     raise ValueError(f"expected query and pool of one dtype, got {query.dtype}, {pool.dtype}")
   if window is not None and window < 1:
     raise ValueError(f"window: expected at least 1, got {window}")
+  if softcap is not None and not softcap > 0:
+    raise ValueError(f"softcap: expected a number above 0 or None, got {softcap}")

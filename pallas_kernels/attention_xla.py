@@ -92,7 +92,7 @@ def _attend(pool, table, query, slots, positions, *, scale, window, softcap):
     start = jnp.maximum(lowest - (window - 1), 0)
 
   # Rows of one KV head become rows of one product: [n, K, B * group, D].
-  q = (query * jnp.asarray(scale, query.dtype)).reshape(n, block, kv_heads, group, size)
+  q = query.reshape(n, block, kv_heads, group, size)
   q = q.transpose(0, 2, 1, 3, 4).reshape(n, kv_heads, block * group, size)
   precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
   einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
@@ -108,7 +108,8 @@ def _attend(pool, table, query, slots, positions, *, scale, window, softcap):
       readable &= at > positions[:, :, None] - window
     # Values that nobody may read can be anything, NaN included, and 0 * NaN is NaN.
     value = jnp.where(readable.any(1)[:, :, None, None], kv[..., size:], 0)
-    logits = einsum("nkqd,nckd->nkqc", q, kv[..., :size])
+    # Scaled here and not in the query, where bfloat16 would round the product.
+    logits = scale * einsum("nkqd,nckd->nkqc", q, kv[..., :size])
     if softcap is not None:
       logits = softcap * jnp.tanh(logits / softcap)
     mask = jnp.repeat(readable, group, axis=1)[:, None]

@@ -1,12 +1,15 @@
-"""Tiny GGUF files for the tests, written by the gguf package's own writer."""
+"""Tiny GGUF files for the tests: quantised tensors, and files cut into parts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import quantize
+
+from kvjax.testing import write_gguf
+
+__all__ = ["Encoded", "cut", "encode", "random_blocks", "write_gguf"]
 
 # Byte offset, in one block, of each half-precision scale of a format.
 _SCALES_AT = {
@@ -45,44 +48,6 @@ def random_blocks(quantization: str, shape: tuple[int, ...], seed: int = 0) -> E
   for at in _SCALES_AT[quantization]:
     raw[:, at : at + 2] = random.normal(size=(count, 1)).astype("<f2").view(np.uint8)
   return Encoded(quantization, raw.reshape(*shape[:-1], shape[-1] // block * block_bytes))
-
-
-def write_gguf(
-  path: Path,
-  tensors: Mapping[str, np.ndarray | Encoded],
-  metadata: Mapping[str, Any] | None = None,
-  architecture: str = "llama",
-) -> Path:
-  """Writes one file and returns its path.
-
-  An array goes in as F32, F16 or integers by its dtype. A metadata value is written as a string,
-  bool, float32, or array by its type; an int as uint32.
-  """
-  writer = GGUFWriter(path, architecture)
-  for key, value in (metadata or {}).items():
-    match value:
-      case bool():
-        writer.add_bool(key, value)
-      case int():
-        writer.add_uint32(key, value)
-      case float():
-        writer.add_float32(key, value)
-      case str():
-        writer.add_string(key, value)
-      case []:
-        writer.add_key_value(key, value, GGUFValueType.ARRAY, GGUFValueType.STRING)
-      case _:
-        writer.add_array(key, value)
-  for name, tensor in tensors.items():
-    if isinstance(tensor, Encoded):
-      writer.add_tensor(name, tensor.rows, raw_dtype=tensor.kind)
-    else:
-      writer.add_tensor(name, tensor)
-  writer.write_header_to_file()
-  writer.write_kv_data_to_file()
-  writer.write_tensors_to_file()
-  writer.close()
-  return path
 
 
 def cut(path: Path, borders: Sequence[int]) -> list[Path]:

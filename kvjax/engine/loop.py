@@ -184,15 +184,12 @@ class Engine:
     m.steps += 1
     m.prefill_steps += bool(plan.prefill)
     m.preemptions = self._scheduler.preemptions
-    for w in plan.prefill:
-      s = w.sequence
-      m.prefill_tokens += w.count
-      # What lies below the mark was computed before a preemption.
-      fresh = max(0, min(w.start + w.count, s.prompt_length) - s.counted)
+    for w in (*plan.decode, *plan.prefill):
+      again = max(min(w.start + w.count, w.reached) - w.start, 0)
+      fresh = max(min(w.start + w.count, w.sequence.prompt_length) - w.start - again, 0)
+      m.recomputed_tokens += again
       m.prompt_tokens += fresh
       m.prompt_tokens_by_source["computed"] += fresh
-      m.recomputed_tokens += w.count - fresh
-      s.counted += fresh
     for g, p in zip(self.layout, plan.pages, strict=True):
       work = (*plan.decode, *plan.prefill)
       slots = [w.slot for w in work]

@@ -31,6 +31,7 @@ class Work:
   count: int
   samples: int  # tokens sampled: 0 inside a prompt, 1, or up to decode_steps
   decode: bool  # feeds the last known token; otherwise a chunk of a prompt
+  reached: int  # most tokens of the sequence ever computed before; below it, this is recomputation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,14 +139,14 @@ class Scheduler:
       assert s.slot is not None
       if s.remaining == 1 and s.computed:
         count = min(steps, s.limit - s.length)
-        work.append(Work(s, s.slot, s.computed, count, count, decode=True))
+        work.append(Work(s, s.slot, s.computed, count, count, True, s.reached))
         continue
       room = min(tokens, blocks * self.config.query_block, self._step_tokens)
       count = min(s.remaining, room)
       if count > 0:
         tokens -= count
         blocks -= -(-count // self.config.query_block)
-        work.append(Work(s, s.slot, s.computed, count, int(count == s.remaining), decode=False))
+        work.append(Work(s, s.slot, s.computed, count, int(count == s.remaining), False, s.reached))
     return work
 
   @property
@@ -167,6 +168,7 @@ class Scheduler:
     device runs steps in order and nothing later can disturb this one."""
     s = w.sequence
     s.computed += w.count
+    s.reached = max(s.reached, s.computed)
     s.length += w.samples
     if s.length >= s.limit:
       self.running.remove(s)

@@ -22,7 +22,7 @@ class Sequence:
     computed: tokens whose cache entries are written by steps already dispatched.
     limit: most tokens, prompt and output.
     slot: row of the engine state while running.
-    counted: prompt tokens that the metrics have seen; computing them again is recomputation.
+    reached: most tokens ever computed; computing below it is recomputation.
   """
 
   def __init__(
@@ -41,7 +41,7 @@ class Sequence:
     self.prompt_length = len(self.tokens)
     self.length = len(self.tokens)
     self.computed = 0
-    self.counted = 0
+    self.reached = 0
     self.limit = limit
     self.slot: int | None = None
     self.finish_reason: str | None = None

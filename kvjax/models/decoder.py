@@ -15,7 +15,7 @@ from kvjax.arrays import Array
 from kvjax.geometry import NO_PAGE, GroupGeometry
 from kvjax.models.spec import Attention, Layer, ModelSpec, Rope
 from kvjax.pages import GroupPages
-from kvjax.state import EngineState, PoolLeaves
+from kvjax.state import EngineState, PoolLeaves, writable
 from pallas_kernels import paged_attention
 
 Params = dict[str, Any]
@@ -55,7 +55,7 @@ def forward(
   where = {}
   for index, g in enumerate(state.layout):
     table = jnp.asarray(state.pages[index].table)
-    target = _targets(g, state.pages[index], slots, positions)
+    target = writable(g, state.pages[index], slots, positions)
     for member, layer in enumerate(g.layers):
       where[layer] = (index, member, table, target)
   for i, (layer, weights) in enumerate(zip(spec.layers, params["layers"], strict=True)):
@@ -90,29 +90,17 @@ def logits(params: Params, hidden: Array) -> Array:
 
 
 def unreserved(state: EngineState, slots: Array, positions: Array) -> Array:
-  """int32 [groups]: rows of a step whose position has no page to be written to."""
+  """int32 [groups]: rows of a step that have no page of their own to be written to, or whose
+  window reaches back to pages that were given back."""
   real = slots < state.slots
-  return jnp.stack(
-    [
-      (real & (_targets(g, p, slots, positions)[0] == NO_PAGE)).sum()
-      for g, p in zip(state.layout, state.pages, strict=True)
-    ]
-  ).astype(jnp.int32)
 
+  def count(g: GroupGeometry, pages: GroupPages) -> Array:
+    first = jnp.asarray(pages.first).at[slots].get(mode="clip")
+    lacking = writable(g, pages, slots, positions)[0] == NO_PAGE
+    return (real & (lacking | (g.first_page(positions) < first))).sum()
 
-def _targets(
-  g: GroupGeometry, pages: GroupPages, slots: Array, positions: Array
-) -> tuple[Array, Array]:
-  """Where each row's cache entry goes: (page, offset) int32 [T].
-
-  NO_PAGE for padding rows, and for positions past the last reserved page, which would otherwise
-  meet an older page in the table's ring.
-  """
-  logical = positions // g.page_size
-  reserved = logical < jnp.asarray(pages.last).at[slots].get(mode="fill", fill_value=0)
-  table = jnp.asarray(pages.table)
-  page = table.at[slots, g.column(logical)].get(mode="fill", fill_value=NO_PAGE)
-  return jnp.where(reserved, page, NO_PAGE), positions % g.page_size
+  counts = [count(g, pages) for g, pages in zip(state.layout, state.pages, strict=True)]
+  return jnp.stack(counts).astype(jnp.int32)
 
 
 def _layer(

