@@ -62,7 +62,8 @@ def main(argv):
   if int(state.shortfall.sum()) or int(out.unreserved.sum()):
     raise SystemExit(f"the pools are too small: {kvjax.describe(layout)}")
   samples = []
-  for tokens, logprobs in zip(out.sampled.token.T.tolist(), np.asarray(out.sampled.logprob).T):
+  rows = zip(out.sampled.token.T.tolist(), np.asarray(out.sampled.logprob).T, strict=True)
+  for tokens, logprobs in rows:
     ends = [i + 1 for i, token in enumerate(tokens) if token in model.tokenizer.eos_ids]
     stop = ends[0] if ends else count
     samples.append((float(logprobs[:stop].sum()), tokens[:stop]))

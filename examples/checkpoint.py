@@ -14,7 +14,7 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from absl import app, flags
+from absl import app, flags, logging
 
 import kvjax
 from kvjax import testing
@@ -35,6 +35,7 @@ def decode(params, state, *, spec, count):
 
 def main(argv):
   del argv
+  logging.set_verbosity(logging.WARNING)
   model = testing.tiny_model("mixed") if SOURCE.value == "tiny" else kvjax.load(SOURCE.value)
   ids, count = model.tokenizer.encode(PROMPT.value), TOKENS.value
   layout = kvjax.plan(
@@ -46,7 +47,7 @@ def main(argv):
     model.params, state, batch, spec=model.spec
   )
   go_on = functools.partial(decode, model.params, spec=model.spec, count=count)
-  state, before, lacking = go_on(state)
+  state, before, short_before = go_on(state)
 
   with tempfile.TemporaryDirectory() as temporary:
     directory = pathlib.Path(DIRECTORY.value or temporary).absolute() / "state"
@@ -55,11 +56,13 @@ def main(argv):
       checkpointer.wait_until_finished()
       abstract = jax.eval_shape(lambda: kvjax.init(layout))
       restored = checkpointer.restore(directory, abstract)
-  if int(lacking) or any(int(go_on(each)[2]) for each in (state, restored)):
+  _, went_on, short = go_on(state)
+  _, again, short_again = go_on(restored)
+  if int(short_before + short + short_again):
     raise SystemExit(f"the pools are too small: {kvjax.describe(layout)}")
   print("before  ", before.tolist())
-  print("went on ", go_on(state)[1].tolist())
-  print("restored", go_on(restored)[1].tolist())
+  print("went on ", went_on.tolist())
+  print("restored", again.tolist())
 
 
 if __name__ == "__main__":

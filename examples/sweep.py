@@ -14,7 +14,7 @@ import tempfile
 import time
 import zlib
 
-from absl import app, flags
+from absl import app, flags, logging
 
 import kvjax
 import kvjax.flags
@@ -50,10 +50,11 @@ def serve(model, config):
 
 def main(argv):
   del argv
+  logging.set_verbosity(logging.WARNING)
   with tempfile.TemporaryDirectory() as directory:
     source = SOURCE.value
     if source == "tiny":
-      source = f"gguf:{testing.write_tiny_gguf(f'{directory}/tiny.gguf', 'mixed')}"
+      source = f"gguf:{testing.write_tiny_gguf(f'{directory}/tiny.gguf')}"
     model = kvjax.load(source)
   base = kvjax.Config(ModelConfig(source, max_length=256))
   names = [each.partition("=")[0] for each in SWEEP.value]

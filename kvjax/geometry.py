@@ -10,6 +10,7 @@ been processed. A *logical page* i covers the positions [i * page_size, (i + 1) 
 
 import dataclasses
 import math
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -39,7 +40,7 @@ class Retention:
   def name(self) -> str:
     return "full" if self.window is None else "sliding"
 
-  def first_readable(self, length):
+  def first_readable(self, length: Any) -> Any:
     """First position that a token at position >= `length` may read.
 
     Works on ints and on integer arrays of either namespace (elementwise).
@@ -126,11 +127,11 @@ class GroupGeometry:
 
   # Pages. These work on ints and on integer arrays of either namespace.
 
-  def pages_for(self, length):
+  def pages_for(self, length: Any) -> Any:
     """Logical pages that [0, length) touches: ceil(length / page_size)."""
     return (length + (self.page_size - 1)) // self.page_size
 
-  def first_page(self, length):
+  def first_page(self, length: Any) -> Any:
     """First logical page that a token at position >= `length` may read or write."""
     return self.retention.first_readable(length) // self.page_size
 
@@ -145,7 +146,7 @@ class GroupGeometry:
     """Logical pages held while the positions [length, length + tokens) are computed."""
     return range(self.first_page(length), self.pages_for(length + tokens))
 
-  def column(self, logical_page):
+  def column(self, logical_page: Any) -> Any:
     """Where a logical page stands in a row of the page table.
 
     A row is a ring as wide as the most pages that a sequence can hold at once, so that a sliding

@@ -11,6 +11,7 @@ Shapes: S slots, W table width, P pages of the group, n sequences in a call.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from flax import struct
 
@@ -19,8 +20,7 @@ from kvjax.arrays import Array
 from kvjax.geometry import NO_PAGE, GroupGeometry, Layout
 
 
-@struct.dataclass
-class GroupPages:
+class GroupPages(struct.PyTreeNode):
   """Who holds what in one group.
 
   The sequence in slot s holds the logical pages [first[s], last[s]); page l stands in column
@@ -36,15 +36,14 @@ class GroupPages:
 Pages = tuple[GroupPages, ...]
 
 
-@struct.dataclass
-class Copies:
+class Copies(struct.PyTreeNode):
   """Pages whose content must be copied before the next write: page source[i] to target[i]."""
 
   source: Array  # int32 [m]  NO_PAGE where there is nothing to copy
   target: Array  # int32 [m]  NO_PAGE where there is nothing to copy
 
 
-def init(layout: Layout, xp) -> Pages:
+def init(layout: Layout, xp: Any) -> Pages:
   """Empty tables of every group, in the namespace `xp` (numpy or jax.numpy)."""
   return tuple(
     GroupPages(
@@ -196,7 +195,9 @@ def check(pages: Pages, layout: Layout) -> None:
     assert (named == refs).all(), f"{g.name}: reference counts differ from the tables"
 
 
-def _want(p: GroupPages, g: GroupGeometry, slots, starts, stops, tokens: int):
+def _want(
+  p: GroupPages, g: GroupGeometry, slots: Array, starts: Array, stops: Array, tokens: int
+) -> tuple[Array, Array, Array, Array]:
   """What `reserve` needs in one group: (logical pages [n, m], new, copy [n, m], shortfall)."""
   xp = arrays.namespace(p.refs)
   valid = _inside(p, slots) & (stops > starts)
@@ -223,7 +224,9 @@ def _want(p: GroupPages, g: GroupGeometry, slots, starts, stops, tokens: int):
   return logical, new, copy, outside + lacking
 
 
-def _take(p: GroupPages, g: GroupGeometry, slots, logical, new, copy):
+def _take(
+  p: GroupPages, g: GroupGeometry, slots: Array, logical: Array, new: Array, copy: Array
+) -> tuple[GroupPages, Copies]:
   """Gives free pages, lowest first, to the cells `new | copy` [n, m] of one group."""
   xp = arrays.namespace(p.refs)
   take = new | copy
@@ -250,7 +253,7 @@ def _take(p: GroupPages, g: GroupGeometry, slots, logical, new, copy):
   return p, Copies(source=old.reshape(-1), target=xp.where(copy, fresh, NO_PAGE).reshape(-1))
 
 
-def _drop(p: GroupPages, slots, which, keep) -> GroupPages:
+def _drop(p: GroupPages, slots: Array, which: Array, keep: Array) -> GroupPages:
   """Gives back the pages below logical page keep[i] of slots[i] where which[i] (tables, refs)."""
   xp = arrays.namespace(p.refs)
   logical = _logical(p, slots)
@@ -262,7 +265,7 @@ def _drop(p: GroupPages, slots, which, keep) -> GroupPages:
   )
 
 
-def _logical(p: GroupPages, slots):
+def _logical(p: GroupPages, slots: Array) -> Array:
   """[n, W]: the one logical page >= first that each column of a row could hold."""
   xp = arrays.namespace(p.refs)
   width = p.table.shape[1]
@@ -270,30 +273,30 @@ def _logical(p: GroupPages, slots):
   return first + (xp.arange(width, dtype=xp.int32) - first) % width
 
 
-def _held(p: GroupPages, slots):
+def _held(p: GroupPages, slots: Array) -> Array:
   """bool [n, W]: which columns of a row hold a page."""
   return _logical(p, slots) < arrays.gather(p.last, slots)[:, None]
 
 
-def _inside(p: GroupPages, slots):
+def _inside(p: GroupPages, slots: Array) -> Array:
   """bool [n]: which entries of `slots` are slots and not padding."""
   return slots < len(p.first)
 
 
-def _row(p: GroupPages, slots, values):
+def _row(p: GroupPages, slots: Array, values: Array) -> tuple[tuple[Array, Array], Array]:
   """Index and values that write whole table rows."""
   xp = arrays.namespace(p.refs)
   return (slots[:, None], xp.arange(p.table.shape[1], dtype=xp.int32)), values
 
 
-def _nowhere(mask) -> bool:
+def _nowhere(mask: Array) -> bool:
   """True when a numpy mask is empty, to skip work on the host; a traced mask is never known."""
   import numpy as np
 
   return isinstance(mask, np.ndarray) and not mask.any()
 
 
-def _rank(values, xp):
+def _rank(values: Array, xp: Any) -> Array:
   """How many earlier cells (in row-major order) hold the same value; same shape as `values`."""
   flat = values.reshape(-1)
   order = xp.argsort(flat, stable=True)

@@ -10,6 +10,8 @@ exact, and each probe is one pass over the vocabulary.
 Shapes: R rows, V vocabulary, E logit-bias entries, S slots, L max_length.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -23,8 +25,7 @@ TOP_LOGPROBS = 20
 _COLDEST = 1e-6  # a temperature below it acts like it: logits divided by less could overflow
 
 
-@struct.dataclass
-class Sampling:
+class Sampling(struct.PyTreeNode):
   """Sampling parameters of the sampled rows of a step. Padding rows can hold anything."""
 
   temperature: Array  # float32 [R]   0 = greedy
@@ -63,8 +64,7 @@ def greedy(rows: int) -> Sampling:
   )
 
 
-@struct.dataclass
-class Sampled:
+class Sampled(struct.PyTreeNode):
   """What a step chose. Log-probabilities are those of the unmodified logits, 0 where not asked."""
 
   token: Array  # int32 [R]
@@ -183,10 +183,10 @@ def _unordered(key: Array) -> Array:
   return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _largest(holds, rows: int) -> Array:
+def _largest(holds: Callable[[Array], Array], rows: int) -> Array:
   """Largest uint32 key [R] for which the monotone predicate `holds` (true at 0) is true."""
 
-  def bit(i, key):
+  def bit(i: Array, key: Array) -> Array:
     trial = key | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
     return jnp.where(holds(trial), trial, key)
 
@@ -197,7 +197,7 @@ def _logprobs(logits: Array, token: Array, wanted: Array) -> tuple[Array, Array,
   rows, vocabulary = logits.shape
   most = min(TOP_LOGPROBS, vocabulary)
 
-  def compute():
+  def compute() -> tuple[Array, Array, Array]:
     normal = logits - jax.nn.logsumexp(logits, -1, keepdims=True)
     top, index = lax.top_k(normal, most)
     pad = ((0, 0), (0, TOP_LOGPROBS - most))
@@ -208,7 +208,7 @@ def _logprobs(logits: Array, token: Array, wanted: Array) -> tuple[Array, Array,
       jnp.where(asked, jnp.pad(top, pad, constant_values=-jnp.inf), 0),
     )
 
-  def skip():
+  def skip() -> tuple[Array, Array, Array]:
     return (
       jnp.zeros((rows,), jnp.float32),
       jnp.zeros((rows, TOP_LOGPROBS), jnp.int32),

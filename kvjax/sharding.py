@@ -58,7 +58,7 @@ class Shardings:
 
   def _one(self, path: Any, x: Any, axes: dict[str, int]) -> NamedSharding:
     assert self.mesh is not None
-    axis = axes.get(getattr(path[-1], "key", None))
+    axis = axes.get(str(getattr(path[-1], "key", "")))
     if axis is None or x.shape[axis] % self.mesh.size:
       return NamedSharding(self.mesh, PartitionSpec())
     return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, AXIS))

@@ -19,8 +19,7 @@ FROM_STATE = -1
 PoolLeaves = dict[str, Array]
 
 
-@struct.dataclass
-class EngineState:
+class EngineState(struct.PyTreeNode):
   """Paged memory and what is known of each slot. Donate it to every step.
 
   `pages` may hold numpy arrays (the host loop plans there) or jax arrays.
@@ -173,15 +172,17 @@ def writable(
   return jnp.where(shared, NO_PAGE, page), offset
 
 
-def copy_pages(pool: tuple[PoolLeaves, ...], copies: pages_lib.Copies):
+def copy_pages(pool: tuple[PoolLeaves, ...], copies: pages_lib.Copies) -> tuple[PoolLeaves, ...]:
   """Copies whole pages in every layer of a group; does nothing when there is none to copy."""
 
-  def copy(pool):
+  def copy(pool: tuple[PoolLeaves, ...]) -> tuple[PoolLeaves, ...]:
     return jax.tree.map(
       lambda x: x.at[copies.target].set(x.at[copies.source].get(mode="clip"), mode="drop"), pool
     )
 
-  return jax.lax.cond((copies.target < pool_pages(pool)).any(), copy, lambda pool: pool, pool)
+  some = (copies.target < pool_pages(pool)).any()
+  copied: tuple[PoolLeaves, ...] = jax.lax.cond(some, copy, lambda pool: pool, pool)
+  return copied
 
 
 def pool_pages(pool: tuple[PoolLeaves, ...]) -> int:

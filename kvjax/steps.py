@@ -23,8 +23,7 @@ from kvjax.sampling import TOP_LOGPROBS, Sampling
 from kvjax.state import FROM_STATE, EngineState
 
 
-@struct.dataclass
-class Batch:
+class Batch(struct.PyTreeNode):
   """The rows of one step.
 
   Sampled row r < decode_rows is row r; sampled row decode_rows + j is a row of block j.
@@ -39,8 +38,7 @@ class Batch:
   query_block: int = struct.field(pytree_node=False)
 
 
-@struct.dataclass
-class StepOutput:
+class StepOutput(struct.PyTreeNode):
   """What a step returns besides the state."""
 
   sampled: sampling_lib.Sampled  # the chosen tokens of the R sampled rows
@@ -122,7 +120,7 @@ def decode(
   longest = state.tokens.shape[1]
   stops = jnp.full_like(batch.positions, longest) if stops is None else jnp.asarray(stops)
 
-  def body(carry, _):
+  def body(carry: tuple[EngineState, Batch], _: None) -> tuple[Any, StepOutput]:
     state, batch = carry
     state, out = step(params, state, batch, spec=spec, implementation=implementation)
     positions = batch.positions + 1

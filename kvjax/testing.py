@@ -82,7 +82,7 @@ def tiny_metadata(kind: str = "full", window: int = 8, context: int = 256) -> di
     "attention.head_count_kv": 2 if kind == "full" else 1,
     "attention.key_length": 8,
     "attention.value_length": 8,
-    "attention.layer_norm_rms_epsilon": 1e-6,
+    "attention.layer_norm_rms_epsilon": float(np.float32(1e-6)),  # as a file holds it
     "rope.freq_base": 10_000.0 if kind == "full" else 1_000_000.0,
   }
   if kind == "mixed":

@@ -5,6 +5,7 @@ follows the longest sequence at run time, so that one compiled shape serves ever
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from jax import lax
 
 KEY_BLOCK = 128  # keys per iteration, rounded to whole pages
 SEQUENCE_BLOCK = 16  # decode rows that share one key loop: their pages stay in the last-level cache
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 _MASKED = -1e30  # finite, so that a block without any readable key gives no NaN
 
@@ -43,7 +46,7 @@ def paged_attention(
   return jnp.concatenate(out) if len(out) > 1 else out[0]
 
 
-def _decode(attend, query, slots, positions):
+def _decode(attend: Attend, query: jax.Array, slots: jax.Array, positions: jax.Array) -> jax.Array:
   """Rows of one token each, in blocks of SEQUENCE_BLOCK rows."""
   rows = len(query)
   block = min(rows, SEQUENCE_BLOCK)
@@ -52,7 +55,7 @@ def _decode(attend, query, slots, positions):
   slots = jnp.pad(slots, (0, pad), constant_values=jnp.iinfo(jnp.int32).max)
   positions = jnp.pad(positions, (0, pad))
 
-  def one(args):
+  def one(args: tuple[jax.Array, ...]) -> jax.Array:
     q, s, p = args
     return attend(q[:, None], s[:, None], p[:, None])[:, 0]
 
@@ -61,10 +64,12 @@ def _decode(attend, query, slots, positions):
   return out.reshape(-1, *out.shape[2:])[:rows]
 
 
-def _prefill(attend, query, slots, positions, query_block):
+def _prefill(
+  attend: Attend, query: jax.Array, slots: jax.Array, positions: jax.Array, query_block: int
+) -> jax.Array:
   """Query blocks, one after the other: each is a matrix product of its own."""
 
-  def one(args):
+  def one(args: tuple[jax.Array, ...]) -> jax.Array:
     q, s, p = args
     return attend(q[None], s[None], p[None])[0]
 
@@ -73,7 +78,17 @@ def _prefill(attend, query, slots, positions, query_block):
   return out.reshape(-1, *out.shape[2:])
 
 
-def _attend(pool, table, query, slots, positions, *, scale, window, softcap):
+def _attend(
+  pool: jax.Array,
+  table: jax.Array,
+  query: jax.Array,
+  slots: jax.Array,
+  positions: jax.Array,
+  *,
+  scale: float,
+  window: int | None,
+  softcap: float | None,
+) -> jax.Array:
   """query [n, B, H, D], slots and positions [n, B] -> [n, B, H, Dv]."""
   n, block, heads, size = query.shape
   _, page_size, kv_heads, width = pool.shape
@@ -97,7 +112,7 @@ def _attend(pool, table, query, slots, positions, *, scale, window, softcap):
   precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
   einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
 
-  def body(i, carry):
+  def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     most, total, acc = carry
     logical = i * pages + jnp.arange(pages, dtype=jnp.int32)
     column = logical % table.shape[1]

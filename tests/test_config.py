@@ -25,8 +25,8 @@ from kvjax.config import (
   SchedulerConfig,
   keys,
 )
-from kvjax.request import SamplingParams
 from kvjax.errors import ConfigError
+from kvjax.request import SamplingParams
 
 ROOT = Path(__file__).parents[1]
 

@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from kvjax.request import SamplingParams
 from kvjax.errors import RequestError
 from kvjax.job.prompts import (
   BadLine,
@@ -16,6 +15,7 @@ from kvjax.job.prompts import (
   lines_of_samples,
   read_lines,
 )
+from kvjax.request import SamplingParams
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 

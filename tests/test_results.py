@@ -8,7 +8,6 @@ import resource
 
 import pytest
 
-from kvjax.request import Completion, SamplingParams, TokenLogprobs
 from kvjax.job import results as results_module
 from kvjax.job.prompts import BadLine, PromptLine
 from kvjax.job.records import (
@@ -21,6 +20,7 @@ from kvjax.job.records import (
   readable,
 )
 from kvjax.job.results import ALL, Finished, InOrder, OutputError, OutputRefused, ResultFile
+from kvjax.request import Completion, SamplingParams, TokenLogprobs
 
 
 class Tokenizer:

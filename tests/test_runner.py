@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvjax.request import Completion, SamplingParams
 from kvjax.errors import ConfigError, RequestError, WeightsError
 from kvjax.job.runner import Exit, Options, run_job
 from kvjax.job.serve import Serving
+from kvjax.request import Completion, SamplingParams
 
 LOOK_AHEAD = 6
 

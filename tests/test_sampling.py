@@ -402,8 +402,9 @@ def test_rows_that_are_not_finite_are_flagged_and_disturb_nobody(fields, poison:
   logits = normal(4, 30)
   s = settings_of(4, seed=seeds(4), logprobs=True, repetition=1.1, **fields)
   clean = choose(logits, s, [3] * 4)
-  logits[1, 7] = poison
-  out = choose(logits, s, [3] * 4)
+  poisoned = logits.copy()  # jax may still read the array that it was given
+  poisoned[1, 7] = poison
+  out = choose(poisoned, s, [3] * 4)
   assert clean.finite.tolist() == [True] * 4
   assert out.finite.tolist() == [True, False, True, True]
   assert 0 <= int(out.token[1]) < 30

@@ -1,7 +1,6 @@
 """The executor: compiled programs, the device state, and the one packed read of each step."""
 
 import dataclasses
-import functools
 import time
 from typing import Any
 
@@ -11,13 +10,15 @@ import numpy as np
 from kvjax import state as state_lib
 from kvjax import steps as step_lib
 from kvjax.engine.batching import Shape, SlotSampling, build
-from kvjax.request import TokenLogprobs
 from kvjax.engine.scheduler import Plan, Work
 from kvjax.geometry import Layout
 from kvjax.models.decoder import Params
 from kvjax.models.spec import ModelSpec
+from kvjax.request import TokenLogprobs
 from kvjax.sampling import TOP_LOGPROBS
 from kvjax.sharding import Shardings
+from kvjax.state import EngineState
+from kvjax.steps import Batch
 
 
 @dataclasses.dataclass
@@ -89,6 +90,10 @@ class Executor:
     """Waits for a step's one packed array."""
     return Results(np.asarray(dispatched.packed))
 
+  @property
+  def compile_seconds(self) -> float:
+    return sum(self.compiled.values())
+
   def _program(self, shape: Shape, args: tuple[Any, ...]) -> Any:
     program = self._programs.get(shape)
     if program is None:
@@ -99,27 +104,35 @@ class Executor:
     return program
 
   def _compile(self, shape: Shape, args: tuple[Any, ...]) -> Any:
-    function = functools.partial(
-      _run if shape.steps == 1 else _run_many,
-      spec=self._spec,
-      implementation=self._implementation,
-      **({"steps": shape.steps} if shape.steps > 1 else {}),
-    )
-    state = args[1]
+    statics: dict[str, Any] = {"spec": self._spec, "implementation": self._implementation}
+    if shape.steps > 1:
+      statics["steps"] = shape.steps
     jitted = jax.jit(
-      function,
+      _run if shape.steps == 1 else _run_many,
+      static_argnames=tuple(statics),
       donate_argnums=1,
-      out_shardings=self._shardings.outputs(state),
+      out_shardings=self._shardings.outputs(args[1]),
     )
-    return jitted.lower(*args).compile()
+    return jitted.lower(*args, **statics).compile()
 
 
-def _run(params, state, batch, *, spec, implementation):
+def _run(
+  params: Params, state: EngineState, batch: Batch, *, spec: ModelSpec, implementation: Any
+) -> tuple[EngineState, jax.Array]:
   state, out = step_lib.step(params, state, batch, spec=spec, implementation=implementation)
   return state, step_lib.pack(out)
 
 
-def _run_many(params, state, batch, stops, *, spec, implementation, steps):
+def _run_many(
+  params: Params,
+  state: EngineState,
+  batch: Batch,
+  stops: jax.Array,
+  *,
+  spec: ModelSpec,
+  implementation: Any,
+  steps: int,
+) -> tuple[EngineState, jax.Array]:
   state, out = step_lib.decode(
     params, state, batch, spec=spec, steps=steps, stops=stops, implementation=implementation
   )

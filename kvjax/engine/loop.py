@@ -14,13 +14,13 @@ from kvjax import pages as pages_lib
 from kvjax.config import Config
 from kvjax.engine.batching import shape_of
 from kvjax.engine.executor import Dispatched, Executor, works
-from kvjax.request import Completion, Request
 from kvjax.engine.scheduler import Plan, Scheduler
 from kvjax.engine.sequence import Sequence
 from kvjax.errors import RequestError
 from kvjax.geometry import longest
 from kvjax.metrics import Metrics
 from kvjax.planning import plan_for
+from kvjax.request import Completion, Request
 from kvjax.sharding import Shardings
 from kvjax.weights.load import Model
 
@@ -96,7 +96,10 @@ class Engine:
       self._count(plan)
       if previous is None:
         self._last_read = self._clock()
+      before = self._executor.compile_seconds
       self._dispatched = self._executor.dispatch(plan, shape_of(plan, self.config.scheduler))
+      # Rates are those of the device; compilation has figures of its own.
+      self._last_read += self._executor.compile_seconds - before
     done, self._aborted = self._aborted, []
     if previous is not None:
       done += self._read(previous)
@@ -138,7 +141,7 @@ class Engine:
       },
       "compilations": {
         "count": len(self._executor.compiled),
-        "seconds": sum(self._executor.compiled.values()),
+        "seconds": self._executor.compile_seconds,
         "shapes": {str(s): seconds for s, seconds in self._executor.compiled.items()},
       },
     }
@@ -203,7 +206,8 @@ class Engine:
   def _read(self, dispatched: Dispatched) -> list[Completion]:
     results = self._executor.read(dispatched)
     now = self._clock()
-    seconds, self._last_read = now - self._last_read, now
+    # A compilation can outlast the step that ran beside it.
+    seconds, self._last_read = max(now - self._last_read, 0.0), now
     self.metrics.seconds += seconds
     if dispatched.plan.prefill:
       self.metrics.prefill_seconds += seconds

@@ -1,11 +1,9 @@
 """Sequence: the host's record of one completion that is being made."""
 
-from typing import Any
-
 import numpy as np
 
-from kvjax.request import Completion, Request, TokenLogprobs
 from kvjax.detokenizer import IncrementalDetokenizer
+from kvjax.request import Completion, Request, SamplingParams, TokenLogprobs
 from kvjax.tokenizer import Tokenizer
 
 FOREVER = 2**31 - 1
@@ -105,16 +103,19 @@ def _seed_words(request: Request, index: int) -> np.ndarray:
   return np.random.SeedSequence(entropy).generate_state(2, np.uint32)
 
 
-def _bias(sampling: Any, stop_ids: frozenset[int], prompt_length: int):
+def _bias(
+  sampling: SamplingParams, stop_ids: frozenset[int], prompt_length: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """(token int32 [e], value float32 [e], until int32 [e]): logit bias, and the stop ids that
   `min_tokens` forbids at first."""
-  entries = [(token, value, FOREVER) for token, value in sampling.logit_bias.items()]
+  entries: list[tuple[int, float, int]] = [
+    (token, value, FOREVER) for token, value in sampling.logit_bias.items()
+  ]
   if sampling.min_tokens:
     until = prompt_length + sampling.min_tokens
     entries += [(token, -np.inf, until) for token in sorted(stop_ids)]
-  token, value, until = zip(*entries, strict=True) if entries else ((), (), ())
   return (
-    np.array(token, np.int32),
-    np.array(value, np.float32),
-    np.array(until, np.int64).clip(max=FOREVER).astype(np.int32),
+    np.array([token for token, _, _ in entries], np.int32),
+    np.array([value for _, value, _ in entries], np.float32),
+    np.array([min(until, FOREVER) for _, _, until in entries], np.int32),
   )

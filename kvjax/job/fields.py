@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from kvjax.chat import check_text
-from kvjax.request import MAX_LOGPROBS, SamplingParams
 from kvjax.errors import RequestError
+from kvjax.request import MAX_LOGPROBS, SamplingParams
 
 Style = Literal["native", "chat", "completions"]
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, Protocol
 
 from kvjax.chat import check_messages
-from kvjax.request import SamplingParams
 from kvjax.errors import KvjaxError, RequestError, nearest, show
 from kvjax.job.fields import (
   NEUTRAL,
@@ -24,6 +23,7 @@ from kvjax.job.fields import (
   read_text,
   read_token_ids,
 )
+from kvjax.request import SamplingParams
 
 MAX_LINE_BYTES = 16 * 2**20
 _MAX_WARNED = 32  # different unknown fields that are reported; further ones are ignored in silence

@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax.request import Completion, TokenLogprobs
 from kvjax.job.prompts import BadLine, LineId, PromptLine, Tokenizer
+from kvjax.request import Completion, TokenLogprobs
 
 _LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 

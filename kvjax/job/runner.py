@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from kvjax.request import SamplingParams
 from kvjax.errors import ConfigError, KvjaxError
 from kvjax.job.progress import Progress
 from kvjax.job.prompts import LineParser
@@ -22,6 +21,7 @@ from kvjax.job.results import OutputError, OutputRefused, ResultFile
 from kvjax.job.serve import Counts, Job, Serving
 from kvjax.job.source import UsageError, count_lines, open_source
 from kvjax.job.stop import Interrupted, Stop
+from kvjax.request import SamplingParams
 
 log = logging.getLogger(__name__)
 

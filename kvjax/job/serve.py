@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from kvjax.request import Completion, Request
 from kvjax.errors import RequestError
 from kvjax.job.progress import Progress
 from kvjax.job.prompts import (
@@ -32,6 +31,7 @@ from kvjax.job.records import (
 from kvjax.job.results import InOrder, OutputRefused, ResultFile, key_of
 from kvjax.job.source import Source
 from kvjax.job.stop import Stop
+from kvjax.request import Completion, Request
 
 
 class Engine(Protocol):

@@ -56,8 +56,8 @@ def forward(
   for index, g in enumerate(state.layout):
     table = jnp.asarray(state.pages[index].table)
     target = writable(g, state.pages[index], slots, positions)
-    for member, layer in enumerate(g.layers):
-      where[layer] = (index, member, table, target)
+    for member, i in enumerate(g.layers):
+      where[i] = (index, member, table, target)
   for i, (layer, weights) in enumerate(zip(spec.layers, params["layers"], strict=True)):
     group, member, table, target = where[i]
     key = (layer.attention.rope, layer.attention.head_dim)

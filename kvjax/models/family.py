@@ -41,6 +41,27 @@ class Reader:
       raise WeightsError(f"{self._name(key)}: expected a number above 0, got {value!r}")
     return float(value)
 
+  def heads(self, head_dim: int | None = None) -> tuple[int, int, int]:
+    """(query heads, key/value heads, head size); `head_dim` where the file does not give it."""
+    heads = self.integer("attention.head_count")
+    kv_heads = self.integer("attention.head_count_kv", heads)
+    if heads % kv_heads:
+      raise WeightsError(
+        f"{self._name('attention.head_count_kv')}: expected a divisor of the {heads} query heads, "
+        f"got {kv_heads}"
+      )
+    size = self.integer("attention.key_length", head_dim)
+    if size % 2:
+      raise WeightsError(
+        f"{self._name('attention.key_length')}: expected an even head size (rotary halves), "
+        f"got {size}"
+      )
+    if (value := self.integer("attention.value_length", size)) != size:
+      raise WeightsError(
+        f"{self._name('attention.value_length')}: expected the key length {size}, got {value}"
+      )
+    return heads, kv_heads, size
+
   def refuse(self, *keys: str) -> None:
     """WeightsError for keys that would change the result and are not served."""
     present = [self._name(key) for key in keys if self._name(key) in self.metadata]

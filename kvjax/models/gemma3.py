@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.errors import WeightsError
 from kvjax.geometry import Retention
 from kvjax.models.family import Family, Reader
 from kvjax.models.spec import MLP, Attention, Layer, ModelSpec, Rope
@@ -21,10 +20,7 @@ def spec(metadata: Mapping[str, Any]) -> ModelSpec:
   read = Reader(metadata, "gemma3")
   read.refuse("attn_logit_softcapping", "final_logit_softcapping")
   width = read.integer("embedding_length")
-  heads = read.integer("attention.head_count")
-  head_dim = read.integer("attention.key_length")
-  if read.integer("attention.value_length", head_dim) != head_dim:
-    raise WeightsError("gemma3.attention.value_length: expected the key length")
+  heads, kv_heads, head_dim = read.heads()
   count = read.integer("block_count")
   scale = (width // heads if count == _LAYERS_27B else head_dim) ** -0.5
 
@@ -34,7 +30,7 @@ def spec(metadata: Mapping[str, Any]) -> ModelSpec:
     return Layer(
       Attention(
         heads=heads,
-        kv_heads=read.integer("attention.head_count_kv", heads),
+        kv_heads=kv_heads,
         head_dim=head_dim,
         retention=Retention(None if full else read.integer("attention.sliding_window")),
         rope=Rope(base, read.rope_scale()) if full else Rope(LOCAL_ROPE_BASE),

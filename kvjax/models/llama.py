@@ -14,16 +14,16 @@ def spec(metadata: Mapping[str, Any]) -> ModelSpec:
   read = Reader(metadata, "llama")
   read.refuse("expert_count", "attention.sliding_window", "attention.clamp_kqv")
   width = read.integer("embedding_length")
-  heads = read.integer("attention.head_count")
-  head_dim = read.integer("attention.key_length", width // heads)
-  if read.integer("attention.value_length", head_dim) != head_dim:
-    raise WeightsError("llama.attention.value_length: expected the key length")
-  if read.integer("rope.dimension_count", head_dim) != head_dim:
-    raise WeightsError("llama.rope.dimension_count: expected the head size (whole-head rotation)")
+  heads, kv_heads, head_dim = read.heads(width // read.integer("attention.head_count"))
+  if (rotated := read.integer("rope.dimension_count", head_dim)) != head_dim:
+    raise WeightsError(
+      f"llama.rope.dimension_count: expected the head size {head_dim} (whole heads are rotated), "
+      f"got {rotated}"
+    )
   layer = Layer(
     Attention(
       heads=heads,
-      kv_heads=read.integer("attention.head_count_kv", heads),
+      kv_heads=kv_heads,
       head_dim=head_dim,
       retention=Retention(),
       rope=Rope(read.number("rope.freq_base", 10_000.0), read.rope_scale()),

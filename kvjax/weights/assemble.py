@@ -11,6 +11,9 @@ from kvjax.models.spec import Layer, ModelSpec
 Read = Callable[[str], np.ndarray]
 """Tensor name -> array in the parameter dtype."""
 
+Put = Callable[[np.ndarray], Any]
+"""Host array -> device array."""
+
 # Role in the decoder -> name in the file; several names are stacked row after row.
 _MATRICES = {
   "qkv": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
@@ -63,7 +66,7 @@ def _norms(layer: Layer, *, of_head: bool) -> dict[str, str]:
   return _NORMS | (_POST_NORMS if layer.post_norms else {})
 
 
-def assemble(spec: ModelSpec, read: Read, put: Callable[[np.ndarray], Any], interleaved: bool):
+def assemble(spec: ModelSpec, read: Read, put: Put, interleaved: bool) -> Params:
   """The parameter pytree; one layer's tensors are in host memory at a time.
 
   Args:
@@ -81,7 +84,7 @@ def assemble(spec: ModelSpec, read: Read, put: Callable[[np.ndarray], Any], inte
   return params
 
 
-def _layer(i: int, layer: Layer, read: Read, put, interleaved: bool) -> Params:
+def _layer(i: int, layer: Layer, read: Read, put: Put, interleaved: bool) -> Params:
   def tensor(name: str) -> np.ndarray:
     x = read(f"blk.{i}.{name}")
     if interleaved and name in ("attn_q.weight", "attn_k.weight"):

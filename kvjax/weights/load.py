@@ -18,6 +18,7 @@ from kvjax.weights.check import check_tensors
 from kvjax.weights.gguf import GGUFFile
 from kvjax.weights.packages import locate
 
+
 @dataclasses.dataclass(frozen=True)
 class Model:
   """Attributes:
@@ -67,13 +68,16 @@ def load(source: str, dtype: str = "auto", *, weights: bool = True) -> Model:
       f"{file.name}: general.architecture: expected one of {sorted(FAMILIES)}, "
       f"got {architecture!r}.{hint}"
     )
-  spec = family.spec(file.metadata)
+  try:
+    spec = family.spec(file.metadata)
+    tokenizer = Tokenizer.from_gguf(file.metadata)
+  except WeightsError as error:
+    raise WeightsError(f"{file.name}: {error}") from error
   if "output.weight" not in file.tensors:
     spec = dataclasses.replace(spec, tied_head=True)
   check_tensors(file.name, {n: t.shape for n, t in file.tensors.items()}, expected(spec))
   file.check_readable()
   dtype = resolve_dtype(dtype)
-  tokenizer = Tokenizer.from_gguf(file.metadata)
   params = _params(spec, file, dtype, family.interleaved_rope) if weights else None
   return Model(spec, params, tokenizer, dtype, source)
 
