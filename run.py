@@ -23,6 +23,7 @@ Exit codes: 0 every line served; 1 some lines have error records, from this run 
 or the engine failed; 130 and 143 stopped by SIGINT or SIGTERM.
 """
 
+import logging
 import os
 from typing import Any
 
@@ -55,6 +56,7 @@ def main(argv: list[str]) -> int:
     say(f"error: expected flags only, got {argv[1:]}")
     return Exit.USAGE
   config = _CONFIG.value
+  logging.getLogger("jax").setLevel(logging.WARNING)  # it reports every platform it does not find
 
   def load() -> Any:
     import kvjax

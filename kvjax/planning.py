@@ -14,6 +14,7 @@ from kvjax.errors import ConfigError, nearest
 from kvjax.geometry import GroupGeometry, Layout, sequence_bytes
 from kvjax.models.spec import Group, ModelSpec, groups
 from kvjax.weights.load import Model
+from pallas_kernels.attention import choices
 
 STEP_TOKENS = 512
 """Most tokens that one sequence gains in a step, unless the caller plans for another number."""
@@ -150,3 +151,12 @@ def plan_for(model: Model, config: Config) -> Layout:
     step_tokens=max(scheduler.token_budget, scheduler.decode_steps),
     dtype=model.dtype,
   )
+
+
+def attention_implementations(config: Config) -> tuple[str, ...]:
+  """The attention implementations to try, in order; ConfigError for one that does not exist."""
+  names = config.kernels.attention
+  try:
+    return choices(None if names == "auto" else names)
+  except ValueError as e:
+    raise ConfigError(f"config.kernels.attention: {e}") from e

@@ -4,9 +4,8 @@ from kvjax.config import Config
 from kvjax.engine.batching import shapes
 from kvjax.geometry import Layout, concurrency, longest, pool_bytes, sequence_bytes, token_bytes
 from kvjax.models.spec import parameter_count
-from kvjax.planning import plan_for
+from kvjax.planning import attention_implementations, plan_for
 from kvjax.weights.load import Model
-from pallas_kernels.attention import choices
 
 _LENGTHS = (128, 512, 2048, 8192, 32768, 131072)
 
@@ -22,8 +21,7 @@ def plan_report(model: Model, config: Config) -> str:
   spec, scheduler = model.spec, config.scheduler
   parameters = parameter_count(spec)
   weights = parameters * (4 if model.dtype == "float32" else 2)
-  attention = config.kernels.attention
-  names = choices(None if attention == "auto" else attention)
+  names = attention_implementations(config)
   lines = [
     f"model   {spec.name} ({model.source}): {len(spec.layers)} layers, {parameters / 1e6:.1f} M "
     f"parameters, {human(weights)} in {model.dtype}",

@@ -19,7 +19,7 @@ from kvjax.engine.sequence import Sequence
 from kvjax.errors import RequestError
 from kvjax.geometry import longest
 from kvjax.metrics import Metrics
-from kvjax.planning import plan_for
+from kvjax.planning import attention_implementations, plan_for
 from kvjax.request import Completion, Request
 from kvjax.sharding import Shardings
 from kvjax.weights.load import Model
@@ -44,13 +44,12 @@ class Engine:
     self._spec = model.spec
     self._clock = clock
     self._scheduler = Scheduler(self.layout, config.scheduler)
-    attention = config.kernels.attention
     self._executor = Executor(
       model.params,
       model.spec,
       self.layout,
       Shardings(config.mesh),
-      None if attention == "auto" else attention,
+      attention_implementations(config),
     )
     self._requests: dict[str, list[Sequence]] = {}
     self._arrivals = 0

@@ -77,7 +77,7 @@ class BadLine(KvjaxError):
     number, id, style: the line; id is None when it could not be read.
     param: the field that is wrong, None when the line as a whole is.
     code: a word for programs: invalid_json, line_too_long, invalid_value, unsupported_parameter,
-      unknown_field, duplicate_id, cannot_be_served.
+      unknown_field, duplicate_id, cannot_be_served, model_error.
   """
 
   def __init__(

@@ -260,12 +260,18 @@ class Job:
     pending.completions[completion.index] = completion
     line = pending.line
     done = len(pending.completions) == line.sampling.n
+    failed = any(each.finish_reason == "error" for each in pending.completions.values())
     together = self._pretty or self._order is not None or line.style != "native"
-    if not together and not pending.mask >> completion.index & 1:
+    if not together and not failed and not pending.mask >> completion.index & 1:
       self._write(pending.place, self._native([completion], pending))
     if not done:
       return
     del self._pending[completion.request_id]
+    if failed:
+      problem = "the model gave no finite logits for this prompt"
+      bad = BadLine(line.number, problem, id=line.id, style=line.style, code="model_error")
+      self._refuse(bad, pending.place)
+      return
     if together:
       self._write(pending.place, self._whole(pending))
     self.counts.served += 1
