@@ -14,8 +14,6 @@ from typing import Any, Literal
 from kvjax.errors import RequestError, show
 from kvjax.request import SamplingParams
 from kvjax.rules import Rule, Section, declared_fields, key
-from kvjax.rules import expected as expected
-from kvjax.rules import unknown as unknown
 
 
 def _increasing(values: tuple[int, ...]) -> bool:

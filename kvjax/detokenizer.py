@@ -49,7 +49,7 @@ class Detokenizer:
     errors: name of the codec error handler that does so.
 
   Args:
-    kind: "gpt2" or "llama", see `kvjax.tokenizer.Vocabulary`.
+    kind: "gpt2" or "llama", see `kvjax.vocabulary.Vocabulary`.
     tokens, types: text and gguf.TokenType of each id.
     add_space_prefix: encoding put a space in front of text after special tokens.
   """

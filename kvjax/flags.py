@@ -38,11 +38,10 @@ from kvjax.config import (
   GroupConfig,
   Section,
   declared_fields,
-  expected,
   keys,
-  unknown,
 )
 from kvjax.errors import ConfigError, nearest, show
+from kvjax.rules import expected, unknown
 
 # absl lists these flags in `--help` under the script that calls DEFINE_config.
 flags.disclaim_key_flags()

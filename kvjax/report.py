@@ -77,7 +77,7 @@ def _fits(layout: Layout) -> list[str]:
   ]
   for length in sorted({n for n in _LENGTHS if n < most} | {most}):
     count = concurrency(layout, length)
-    tight = min(layout, key=lambda g: g.pages / g.peak_pages(length))
+    tight = min(layout, key=lambda g: g.sequences(length))
     if count >= slots:
       count, limit = slots, "max_sequences"
     else:

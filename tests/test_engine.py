@@ -330,7 +330,7 @@ def test_what_can_never_fit_is_refused_with_the_figures():
   with pytest.raises(RequestError, match=r"full: 6 of 5") as error:
     e.add(kvjax.Request("big", (3,) * 21, kvjax.SamplingParams(max_tokens=1)))
   assert error.value.key == "prompt"
-  with pytest.raises(RequestError, match=r"at most 20 tokens.*9 prompt \+ 40 new") as error:
+  with pytest.raises(RequestError, match=r"at most 21 tokens.*9 prompt \+ 40 new") as error:
     e.add(kvjax.Request("big", (3,) * 9, kvjax.SamplingParams(max_tokens=40)))
   assert error.value.key == "max_tokens"
   # One more token than the pages hold: the last one is sampled, never written.

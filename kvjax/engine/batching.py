@@ -153,15 +153,18 @@ def build(plan: Plan, shape: Shape, sampling: SlotSampling) -> tuple[Batch, np.n
   sampled[:d] = np.arange(d)
   sampled_slots = np.full(len(sampled), sampling.slots, np.int64)
   stops = np.zeros(d, np.int32)
-  where: list[int] = []
+  where = [0] * len(plan.decode)
 
-  for row, w in enumerate(plan.decode):
+  # Neighbouring rows share a loop over keys, so rows of like length stand together.
+  order = sorted(range(len(plan.decode)), key=lambda i: plan.decode[i].start)
+  for row, i in enumerate(order):
+    w = plan.decode[i]
     known = w.sequence.tokens
     tokens[row] = known[w.start] if w.start < len(known) else FROM_STATE
     slots[row], positions[row] = w.slot, w.start
     stops[row] = w.start + w.count
     sampled_slots[row] = w.slot
-    where.append(row)
+    where[i] = row
   at = 0
   for w in plan.prefill:
     if not w.start:

@@ -172,10 +172,11 @@ class Engine:
     limit = len(prompt) + (new if sampling.max_tokens is None else min(sampling.max_tokens, new))
     lacking = self._scheduler.can_ever_fit(limit)
     if lacking:
+      holds = longest(self.layout) + 1  # the last token is sampled, never written
       figures = ", ".join(f"{k}: {need} of {total}" for k, (need, total) in lacking.items())
       raise RequestError(
-        "prompt" if len(prompt) > longest(self.layout) else "max_tokens",
-        f"a request of at most {longest(self.layout)} tokens, which is what the pools hold",
+        "prompt" if len(prompt) >= holds else "max_tokens",
+        f"a request of at most {holds} tokens, which is what the pools hold",
         f"{len(prompt)} prompt + {limit - len(prompt)} new tokens",
         f"Pages needed of pages there are: {figures}. Raise cache.memory_bytes",
       )
