@@ -131,9 +131,9 @@ class Runner:
     """Pages are conserved, and no sequence holds more of them than its geometry says."""
     pages_lib.check(self.state.pages, self.layout)
     for g, p in zip(self.layout, self.state.pages, strict=True):
-      held = np.asarray(p.last) - np.asarray(p.first)
-      for slot, length in enumerate(self.lengths):
-        assert held[slot] <= g.peak_pages(int(length)), (g.name, slot)
+      for slot, (first, last) in enumerate(zip(p.first.tolist(), p.last.tolist(), strict=True)):
+        reached = min(last * g.page_size, g.max_length)
+        assert last - first <= g.peak_pages(reached), (g.name, slot)
 
 
 def close(got: np.ndarray, want: np.ndarray) -> None:

@@ -36,26 +36,24 @@ def load(name, dtype="float32"):
   return kvjax.load(SOURCES[name], dtype)
 
 
-def serve(name, *, cache, scheduler, alone=False):
-  """Completions by prompt name, and the engine's figures."""
-  model = load(name)
+def engine(name, *, cache, scheduler):
   config = C.Config(
     model=C.ModelConfig(source=SOURCES[name], dtype="float32", max_length=MAX_LENGTH),
     cache=cache,
     scheduler=scheduler,
   )
-  engine = kvjax.Engine(model, config)
-  done = {}
-  for item in reference(name):
-    engine.add(kvjax.Request(item["name"], tuple(item["prompt_token_ids"]), GREEDY))
-    if alone:
-      done |= {c.request_id: c for c in engine.run()}
-  done |= {c.request_id: c for c in engine.run()}
-  return done, engine.figures()
+  return kvjax.Engine(load(name), config)
 
 
-def check(name, done):
-  for item in reference(name):
+def serve(e, items):
+  """Completions by prompt name of prompts served together."""
+  for item in items:
+    e.add(kvjax.Request(item["name"], tuple(item["prompt_token_ids"]), GREEDY))
+  return {c.request_id: c for c in e.run()}
+
+
+def check(name, done, items=None):
+  for item in reference(name) if items is None else items:
     got, want = done[item["name"]].token_ids, tuple(item["greedy_token_ids"])
     assert min(item["margin"]) > 1e-3
     assert got == want, f"{item['name']}: differs at {first_difference(got, want)}"
@@ -112,7 +110,7 @@ def test_first_logits(name):
 # Page sizes 1, 16, 64 and unequal ones; prefill chunks of 7, 64 and whole prompts.
 TOGETHER = {
   "page 16, whole": (C.CacheConfig(page_size=16), 512, {}),
-  "page 1, chunk 7": (C.CacheConfig(page_size=1), 7, {"query_block": 8}),
+  "page 1, chunk 7": (C.CacheConfig(page_size=1), 7, {"query_block": 8, "max_sequences": 8}),
   "page 64, chunk 64": (C.CacheConfig(page_size=64), 64, {"decode_steps": 4}),
 }
 UNEQUAL = (C.CacheConfig(groups=groups(full=16, sliding=64)), 64, {})
@@ -127,21 +125,33 @@ def together():
 
 @pytest.mark.parametrize(("name", "cache", "budget", "more"), list(together()))
 def test_together(name, cache, budget, more):
-  scheduler = C.SchedulerConfig(max_sequences=32, token_budget=budget, **more)
-  done, figures = serve(name, cache=cache, scheduler=scheduler)
+  e = engine(name, cache=cache, scheduler=scheduler(token_budget=budget, **more))
+  done = serve(e, reference(name))
   check(name, done)
+  figures = e.figures()
   assert figures["preemptions"] == 0
   assert figures["prompt_tokens"] == sum(len(i["prompt_token_ids"]) for i in reference(name))
 
 
+def scheduler(**more):
+  """Few buckets: each is a program of the whole model to compile."""
+  base = {"max_sequences": 16, "query_block": 64, "decode_buckets": (4096,)}
+  return C.SchedulerConfig(**(base | {"prefill_buckets": (4096,)} | more))
+
+
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize(
-  ("page_size", "budget", "query_block"), [(16, 512, 64), (1, 64, 64), (64, 7, 8)]
+  ("turn", "page_size", "budget", "query_block"), [(0, 16, 512, 64), (1, 1, 64, 64), (2, 64, 7, 8)]
 )
-def test_alone(name, page_size, budget, query_block):
-  scheduler = C.SchedulerConfig(max_sequences=1, token_budget=budget, query_block=query_block)
-  done, _ = serve(name, cache=C.CacheConfig(page_size=page_size), scheduler=scheduler, alone=True)
-  check(name, done)
+def test_alone(name, turn, page_size, budget, query_block):
+  """Every prompt by itself: a third of them with each page size and chunk."""
+  items = reference(name)[turn::3]
+  schedule = scheduler(max_sequences=1, token_budget=budget, query_block=query_block)
+  e = engine(name, cache=C.CacheConfig(page_size=page_size), scheduler=schedule)
+  done = {}
+  for item in items:
+    done |= serve(e, [item])
+  check(name, done, items)
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -151,9 +161,10 @@ def test_preempted(name):
   pages = -(-longest // 8) + 8  # the longest prompt, and hardly anything beside it
   names = [g.name for g in kvjax.plan(load(name).spec, max_length=64)]
   cache = C.CacheConfig(groups={n: C.GroupConfig(page_size=8, pages=pages) for n in names})
-  scheduler = C.SchedulerConfig(max_sequences=8, token_budget=64)
-  done, figures = serve(name, cache=cache, scheduler=scheduler)
+  e = engine(name, cache=cache, scheduler=scheduler(max_sequences=8, token_budget=256))
+  done = serve(e, reference(name))
   check(name, done)
+  figures = e.figures()
   assert figures["preemptions"] > 0
   assert figures["recomputed_tokens"] > 0
   assert figures["prompt_tokens"] == sum(len(i["prompt_token_ids"]) for i in reference(name))
@@ -168,12 +179,12 @@ def test_bfloat16(name):
   assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(model.params))
   config = C.Config(
     model=C.ModelConfig(source=SOURCES[name], dtype="bfloat16", max_length=MAX_LENGTH),
-    scheduler=C.SchedulerConfig(max_sequences=16),
+    scheduler=scheduler(token_budget=256),
   )
-  engine = kvjax.Engine(model, config)
+  e = kvjax.Engine(model, config)
   for item in reference(name):
     first = kvjax.SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-    engine.add(kvjax.Request(item["name"], tuple(item["prompt_token_ids"]), first))
-  done = {c.request_id: c.token_ids[0] for c in engine.run()}
+    e.add(kvjax.Request(item["name"], tuple(item["prompt_token_ids"]), first))
+  done = {c.request_id: c.token_ids[0] for c in e.run()}
   same = [done[i["name"]] == i["greedy_token_ids"][0] for i in reference(name)]
   assert np.mean(same) >= 0.9

@@ -99,6 +99,18 @@ def test_a_permutation_with_repeats_is_one_fork():
     kvjax.fork(runner.state, [0, 1], 2)
 
 
+def test_a_fork_knows_the_rest_of_its_prompt():
+  runner, prompt = Runner("mixed", LAYOUT), ids(40)
+  runner.state = stepping.admit(runner.state, 0, jnp.asarray(prompt, jnp.int32))
+  runner.step((0, 7))
+  runner.state = stepping.fork(runner.state, jnp.array([0, 0]), jnp.array([1, 3]))
+  for slot in (1, 0):
+    for count in (1, 7, 16, 9):
+      seen = runner.step((slot, count))
+    close(seen[slot, 39], reference("mixed", prompt)[39])
+    assert runner.state.tokens[slot, :40].tolist() == list(prompt)
+
+
 class TestCache:
   def runner(self):
     runner = Runner("mixed", LAYOUT)

@@ -139,11 +139,15 @@ class TestUnreserved:
 
   def test_given_back_pages(self):
     runner = self.runner()
-    first = int(runner.state.pages[0].first[0])
-    assert first > 0
+    runner.step((0, ids(40)))
+    runner.step((0, ids(20)))
+    g, pages = runner.layout[0], runner.state.pages[0]
+    # A whole ring before a held page: its column names a page, of a later position.
+    passed = int(pages.last[0]) - 1 - g.table_width
+    assert 0 <= passed < pages.first[0]
     before = jax.tree.map(np.asarray, runner.state.pools)
     m = model("mixed")
-    batch = stepping.ragged([(0, 3 * first - 3, ids(2))])
+    batch = stepping.ragged([(0, 3 * passed, ids(2))])
     runner.state, out = stepping.step(m.params, runner.state, batch, spec=m.spec)
     assert list(out.unreserved) == [2, 0]  # the full group still holds its page
     same(runner.state.pools[0], before[0])
