@@ -143,6 +143,7 @@ def test_unequal_page_sizes_change_nothing():
   assert tokens(serve(e, requests("mixed"))) == expected("mixed")
 
 
+@pytest.mark.smoke
 def test_requests_join_while_others_run():
   e = engine("mixed")
   items = requests("mixed")
@@ -172,6 +173,7 @@ def test_sliding_pages_are_given_back_as_the_window_passes():
   assert e.metrics.peak_pages["full"] > e.metrics.peak_pages["sliding"]
 
 
+@pytest.mark.smoke
 def test_completions_of_one_request_differ_and_repeat():
   r = dataclasses.replace(
     requests("full", 2)[1],

