@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 KEY_BLOCK = 128  # keys per iteration, rounded to whole pages
-SEQUENCE_BLOCK = 16  # decode rows that share one key loop: their pages stay in the last-level cache
+SEQUENCE_BLOCK = 4  # decode rows that share one key loop, and so wait for the longest of them
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
