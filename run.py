@@ -30,7 +30,7 @@ from typing import Any
 from absl import app, flags
 
 import kvjax.flags
-from kvjax.job.runner import Exit, Options, run_job, say
+from kvjax.job.runner import Exit, Options, print_plan, run_job, say
 from kvjax.job.serve import Serving
 
 _CACHE = os.path.join(
@@ -75,8 +75,7 @@ def main(argv: list[str]) -> int:
   if _PLAN.value:
     import kvjax.report
 
-    print(kvjax.report.plan_report(load(), config))
-    return Exit.OK
+    return print_plan(lambda: kvjax.report.plan_report(load(), config))
   options = Options(
     prompts=_PROMPTS.value,
     output=_OUTPUT.value,

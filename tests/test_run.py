@@ -267,6 +267,9 @@ def test_tensor_parallel_gives_the_same_answers(home, tmp_path):
     (["--config.cache.memory_bytes=10"], 2, "config.cache.memory_bytes"),
     (["--config.model.source=gguf:/nowhere.gguf"], 4, "/nowhere.gguf"),
     (["--output=/nowhere/out.jsonl"], 3, "/nowhere"),
+    (["--plan", "--config.cache.memory_bytes=10"], 2, "config.cache.memory_bytes"),
+    (["--plan", "--config.cache.groups.slidin.page_size=4"], 2, "sliding"),
+    (["--plan", "--config.model.source=gguf:/nowhere.gguf"], 4, "/nowhere.gguf"),
   ],
 )
 def test_one_clean_line_for_a_wrong_command(home, flags, code, says):

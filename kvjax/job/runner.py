@@ -210,6 +210,19 @@ def _advice(options: Options, job: Job, code: int) -> Iterator[str]:
     yield f"stopped before the end: continue with --resume --output={options.output}"
 
 
+def print_plan(report: Callable[[], str]) -> int:
+  """Prints a plan; errors end it as they end a job. Returns the exit code."""
+  try:
+    print(report())
+  except ConfigError as error:
+    say(f"error: {error}")
+    return Exit.USAGE
+  except KvjaxError as error:
+    say(f"error: {error}")
+    return Exit.ENGINE
+  return Exit.OK
+
+
 def say(text: str) -> None:
   """One line on standard error."""
   print(text.encode("utf-8", "backslashreplace").decode(), file=sys.stderr, flush=True)
