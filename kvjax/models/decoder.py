@@ -147,7 +147,7 @@ def _attention(
     key = rms_norm(key, weights["k_norm"], eps)
   query, key = _rotate(query, rope), _rotate(key, rope)
   kv = jnp.concatenate([key, value], axis=-1).astype(pool["kv"].dtype)
-  pool = {**pool, "kv": pool["kv"].at[target].set(kv, mode="drop")}
+  pool = {**pool, "kv": _write(pool["kv"], target, kv)}
   out = paged_attention(
     query.astype(pool["kv"].dtype),
     pool["kv"],
@@ -156,6 +156,17 @@ def _attention(
     **rows,
   )
   return out.astype(x.dtype).reshape(len(x), a.heads * a.head_dim), pool
+
+
+def _write(pool: Array, target: tuple[Array, Array], entries: Array) -> Array:
+  """The pool [P, page_size, …] with entries [T, …] at (page, offset); NO_PAGE writes nothing."""
+  page, offset = target
+  if len(page) == 1:
+    # XLA turns a scatter of one row into an update and a select, which copies the whole pool.
+    page = jnp.pad(page, (0, 1), constant_values=NO_PAGE)
+    offset = jnp.pad(offset, (0, 1))
+    entries = jnp.pad(entries, ((0, 1), *((0, 0),) * (entries.ndim - 1)))
+  return pool.at[page, offset].set(entries, mode="drop")
 
 
 def linear(x: Array, weight: Array, dtype: Any = None) -> Array:
