@@ -111,7 +111,7 @@ class Metrics:
       "prefill_step_seconds": self.prefill_seconds,
       "decode_step_seconds": decode_seconds,
       "prefill_tokens_per_second": _rate(self.prefill_tokens, self.prefill_seconds),
-      "decode_tokens_per_second": _rate(self.decode_tokens, self.seconds),
+      "output_tokens_per_second": _rate(self.decode_tokens, self.seconds),
       "time_to_first_token_seconds": self.time_to_first_token.figures(),
       "time_between_tokens_seconds": self.time_between_tokens.figures(),
     }

@@ -58,12 +58,12 @@ def test_figures_are_json_and_rates_have_a_time():
   m.time_to_first_token.add(0.25)
   figures = json.loads(json.dumps(m.figures()))
   assert figures["prefill_tokens_per_second"] == 200
-  assert figures["decode_tokens_per_second"] == 20
+  assert figures["output_tokens_per_second"] == 20
   assert figures["decode_step_seconds"] == 2.5
   assert figures["time_to_first_token_seconds"]["p50"] == pytest.approx(0.25, rel=0.01)
   assert figures["time_between_tokens_seconds"]["p50"] is None
   idle = Metrics().figures()
-  assert (idle["prefill_tokens_per_second"], idle["decode_tokens_per_second"]) == (None, None)
+  assert (idle["prefill_tokens_per_second"], idle["output_tokens_per_second"]) == (None, None)
 
 
 def test_every_counter_is_in_the_figures():

@@ -89,17 +89,21 @@ class Engine:
   def step(self) -> list[Completion]:
     """Plans and dispatches one step, reads the previous one, and returns what finished."""
     plan = self._scheduler.plan()
-    previous = self._dispatched
-    self._dispatched = None
+    previous, self._dispatched = self._dispatched, None
+    done, self._aborted = self._aborted, []
     if plan is not None:
       self._count(plan)
+      shape = shape_of(plan, self.config.scheduler)
+      if previous is not None and shape not in self._executor.compiled:
+        # Read first: a step that a compilation ran beside could not be timed.
+        done += self._read(previous)
+        previous = None
       if previous is None:
         self._last_read = self._clock()
       before = self._executor.compile_seconds
-      self._dispatched = self._executor.dispatch(plan, shape_of(plan, self.config.scheduler))
+      self._dispatched = self._executor.dispatch(plan, shape)
       # Rates are those of the device; compilation has figures of its own.
       self._last_read += self._executor.compile_seconds - before
-    done, self._aborted = self._aborted, []
     if previous is not None:
       done += self._read(previous)
     if self._dispatched is not None and not self.config.scheduler.overlap:
@@ -206,8 +210,7 @@ class Engine:
   def _read(self, dispatched: Dispatched) -> list[Completion]:
     results = self._executor.read(dispatched)
     now = self._clock()
-    # A compilation can outlast the step that ran beside it.
-    seconds, self._last_read = max(now - self._last_read, 0.0), now
+    seconds, self._last_read = now - self._last_read, now
     self.metrics.seconds += seconds
     if dispatched.plan.prefill:
       self.metrics.prefill_seconds += seconds
