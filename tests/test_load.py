@@ -13,6 +13,7 @@ from kvjax import testing
 from kvjax.errors import WeightsError
 from kvjax.models.spec import groups, parameter_count
 from kvjax.weights.assemble import assemble, expected
+from kvjax.weights.load import cpu_has_bfloat16
 
 
 @pytest.fixture
@@ -47,7 +48,8 @@ def test_other_spellings_and_dtypes(write):
   low = kvjax.load(path, dtype="bfloat16")
   assert low.dtype == "bfloat16"
   assert {x.dtype for x in jax.tree.leaves(low.params)} == {jnp.dtype(jnp.bfloat16)}
-  assert kvjax.load(path).dtype == "float32"  # auto, on a CPU
+  native = "bfloat16" if cpu_has_bfloat16() else "float32"
+  assert kvjax.load(path).dtype == native  # auto
   described = kvjax.load(path, weights=False)
   assert described.params is None
   assert described.spec == low.spec
@@ -233,3 +235,12 @@ def test_gemma3():
   assert all(layer.attention.qk_norm and layer.post_norms for layer in spec.layers)
   assert spec.embedding_scale == pytest.approx(640**0.5)
   assert parameter_count(spec) == 268_098_176
+
+
+def test_cpu_flags_decide_the_default(tmp_path):
+  info = tmp_path / "cpuinfo"
+  info.write_text("flags\t\t: fpu avx2 avx512_bf16 sse\n")
+  assert cpu_has_bfloat16(info)
+  info.write_text("flags\t\t: fpu avx2 not_avx512_bf16\n")
+  assert not cpu_has_bfloat16(info)
+  assert not cpu_has_bfloat16(tmp_path / "absent")

@@ -18,7 +18,7 @@ from kvjax.config import *
 
 def get_config():
   return Config(
-    model=ModelConfig(source="gguf:{path}", max_length=128),
+    model=ModelConfig(source="gguf:{path}", dtype="float32", max_length=128),
     cache=CacheConfig(page_size=4),
     scheduler=SchedulerConfig(max_sequences=4, token_budget=16, query_block=8,
                               decode_buckets=(64,), prefill_buckets=(64,)),

@@ -25,6 +25,9 @@ Params = dict[str, Any]
 "k_norm": [D]}."""
 
 
+_LEAST_ROWS = 4  # of a bfloat16 product with a weight matrix
+
+
 def forward(
   params: Params,
   spec: ModelSpec,
@@ -170,16 +173,20 @@ def _write(pool: Array, target: tuple[Array, Array], entries: Array) -> Array:
 
 
 def linear(x: Array, weight: Array, dtype: Any = None) -> Array:
-  """x [.., in] · weight [out, in]ᵀ, accumulated in float32; float32 inputs at full precision."""
+  """x [n, in] · weight [out, in]ᵀ, accumulated in float32; float32 inputs at full precision."""
   precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+  rows = len(x)
+  if x.dtype == jnp.bfloat16:
+    # XLA on CPU walks a bfloat16 matrix element by element for a single row.
+    x = jnp.pad(x, ((0, max(_LEAST_ROWS - rows, 0)), (0, 0)))
   out = lax.dot_general(
     x,
     weight,
-    (((x.ndim - 1,), (1,)), ((), ())),
+    (((1,), (1,)), ((), ())),
     precision=precision,
     preferred_element_type=dtype or x.dtype,
   )
-  return out
+  return out[:rows]
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
