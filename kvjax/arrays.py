@@ -39,6 +39,16 @@ def scatter_add(x: Array, index: tuple[Array, ...] | Array, values: Array) -> Ar
   return x.at[index].add(values, mode="drop")
 
 
+def scatter_max(x: Array, index: Array, values: Array) -> Array:
+  """A copy of x with x[index] = max(x[index], values); indices past the end are dropped."""
+  if isinstance(x, np.ndarray):
+    index, values = _inside(x, index, values)
+    out = x.copy()
+    np.maximum.at(out, index, values)
+    return out
+  return x.at[index].max(values, mode="drop")
+
+
 def gather(x: Array, index: Array) -> Array:
   """x[index] along the first axis; indices past the end read the last row."""
   if isinstance(x, np.ndarray):

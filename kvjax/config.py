@@ -73,6 +73,10 @@ class CacheConfig(Section):
   dtype: Literal["auto", "float32", "bfloat16"] = key(
     "auto", "type of keys and values in memory; auto: the model's"
   )
+  prefix_sharing: bool = key(True, "keep computed prefixes for later prompts that start alike")
+  check_invariants: bool = key(
+    False, "check the tables and the prefix index after every step: slow, for finding faults"
+  )
   # A dict has no hash; equal declarations still hash alike without it.
   groups: Mapping[str, GroupConfig] = dataclasses.field(default_factory=dict, hash=False)
 

@@ -23,34 +23,61 @@ MAX_POOL_ELEMENTS = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-  """Which past positions a layer may still read.
+  """Which past positions a layer may still read; at most one attribute is set.
 
   Attributes:
-    window: None when every position stays readable (full attention); W when the token at position
-      p reads [p - (W - 1), p] (sliding window, itself included).
+    window: W when the token at position p reads [p - (W - 1), p] (sliding window, itself
+      included).
+    chunk: C when it reads [floor(p / C) * C, p] (local attention in fixed chunks).
+    state: when it reads only what stands at position p - 1 (a recurrent state).
+    None of them: every position stays readable (full attention).
   """
 
   window: int | None = None
+  chunk: int | None = None
+  state: bool = False
 
   def __post_init__(self) -> None:
-    if self.window is not None and self.window < 1:
-      raise ValueError(f"window: expected at least 1 token or None, got {self.window}")
+    for name in ("window", "chunk"):
+      value = getattr(self, name)
+      if value is not None and value < 1:
+        raise ValueError(f"{name}: expected at least 1 token or None, got {value}")
+    if (self.window is not None) + (self.chunk is not None) + self.state > 1:
+      raise ValueError(f"expected one of window, chunk and state, got {self!r}")
 
   @property
   def name(self) -> str:
+    if self.state:
+      return "state"
+    if self.chunk is not None:
+      return "local"
     return "full" if self.window is None else "sliding"
+
+  @property
+  def reach(self) -> int | None:
+    """Most positions before its own that a token may read; None for all of them."""
+    if self.state:
+      return 1
+    most = self.window if self.chunk is None else self.chunk
+    return None if most is None else most - 1
 
   def first_readable(self, length: Any) -> Any:
     """First position that a token at position >= `length` may read.
 
     Works on ints and on integer arrays of either namespace (elementwise).
     """
-    if self.window is None:
+    if self.chunk is not None:
+      return length - length % self.chunk
+    if self.reach is None:
       return length * 0
-    start = length - (self.window - 1)
+    start = length - self.reach
     return start * (start > 0)
 
   def __str__(self) -> str:
+    if self.state:
+      return "the last state"
+    if self.chunk is not None:
+      return f"its chunk of {self.chunk} positions"
     return "all positions" if self.window is None else f"last {self.window} positions"
 
 
@@ -81,6 +108,8 @@ class GroupGeometry:
     max_length: most tokens of one sequence.
     step_tokens: most tokens that one sequence gains in one step.
     max_sequences: rows of the page table: sequences that can run at once.
+    reusable: whether later sequences may reuse its pages; False for scratch memory, which takes
+      no part in prefix sharing.
   """
 
   name: str
@@ -92,6 +121,7 @@ class GroupGeometry:
   max_length: int
   step_tokens: int
   max_sequences: int
+  reusable: bool = True
 
   def __post_init__(self) -> None:
     for field in ("page_size", "pages", "max_length", "step_tokens", "max_sequences"):
@@ -136,11 +166,18 @@ class GroupGeometry:
     return self.retention.first_readable(length) // self.page_size
 
   def coverage(self, length: int) -> range:
-    """Logical pages that must be held to continue from `length` processed tokens.
+    """Logical pages that hold what must be there to continue from `length` processed tokens.
 
-    The allocator keeps exactly these between steps, and a reader can ask for no others.
+    The allocator keeps these between steps, a prefix hit brings exactly these, and the prefix index
+    keeps no others. Empty where nothing below `length` will be read again.
     """
+    if self.retention.first_readable(length) >= length:
+      return range(length // self.page_size, length // self.page_size)
     return range(self.first_page(length), self.pages_for(length))
+
+  def aligned(self, length: int) -> bool:
+    """Whether coverage(length) is made of whole pages, so that others may go on from them."""
+    return length % self.page_size == 0 or not self.coverage(length)
 
   def span(self, length: int, tokens: int) -> range:
     """Logical pages held while the positions [length, length + tokens) are computed."""
@@ -161,10 +198,26 @@ class GroupGeometry:
     W - 1 + s consecutive positions, which touch at most ceil((W - 2 + s) / page) + 1 pages.
     """
     total = self.pages_for(length)
-    if self.retention.window is None:
+    if self.retention.reach is None:
       return total
     step = min(self.step_tokens if step_tokens is None else step_tokens, length)
-    return min(total, self.pages_for(self.retention.window - 2 + step) + 1)
+    return min(total, self.pages_for(self.retention.reach - 1 + step) + 1)
+
+  def further_pages(self, held: Any, own: Any, last: Any, length: int, step_tokens: int) -> Any:
+    """Most pages that a sequence still takes from the pool at once on its way to `length` tokens.
+
+    Args (ints or integer arrays of either namespace):
+      held: pages that it holds now; own: those of them that nobody else holds, which come back to
+        the pool as a window passes.
+      last: one past its last logical page.
+    """
+    peak = self.peak_pages(length, step_tokens)
+    left = self.pages_for(length) - last
+    left = left * (left > 0)
+    kept = held if self.retention.reach is None else own
+    room = peak - kept
+    room = room * (room > 0)
+    return left * (left <= room) + room * (room < left)
 
   @property
   def table_width(self) -> int:
@@ -195,6 +248,26 @@ class GroupGeometry:
 
 Layout = tuple[GroupGeometry, ...]
 """The groups of one model, in the order of their first layer."""
+
+
+def hash_unit(layout: Layout) -> int:
+  """Tokens per link of the prefix hash chain: every page of a reusable group ends on a link."""
+  return math.gcd(*(g.page_size for g in layout if g.reusable)) or 1
+
+
+def resumable(layout: Layout, length: int) -> bool:
+  """Whether a later sequence could continue from `length` tokens of another one: what every
+  reusable group must bring is whole pages, and some group brings any."""
+  groups = [g for g in layout if g.reusable]
+  return all(g.aligned(length) for g in groups) and any(g.coverage(length) for g in groups)
+
+
+def stride(layout: Layout) -> int:
+  """Every resumable length is a multiple of this."""
+  # A chunk's coverage is empty at its start, and a window of one token's always.
+  always = [g for g in layout if g.reusable and g.retention.chunk is None]
+  sizes = [g.page_size for g in always if g.retention.reach != 0]
+  return math.lcm(*sizes) if sizes else hash_unit(layout)
 
 
 def token_bytes(layout: Layout) -> int:

@@ -48,7 +48,9 @@ class Metrics:
   Attributes:
     prompt_tokens: prompt tokens of admitted sequences, each counted once.
     prompt_tokens_by_source: where their cache entries came from; sums to prompt_tokens.
+      "cached" ones were found under their names, or shared by completions of one prompt.
     recomputed_tokens: tokens computed again after a preemption (prompt and output).
+    restored_tokens: tokens that a preempted sequence found still cached when it came back.
     decode_tokens: tokens sampled and kept.
     discarded_tokens: tokens sampled after their sequence had ended.
     steps, prefill_steps: device calls, and those with prefill rows.
@@ -60,9 +62,10 @@ class Metrics:
 
   prompt_tokens: int = 0
   prompt_tokens_by_source: dict[str, int] = dataclasses.field(
-    default_factory=lambda: {"computed": 0}
+    default_factory=lambda: {"computed": 0, "cached": 0}
   )
   recomputed_tokens: int = 0
+  restored_tokens: int = 0
   decode_tokens: int = 0
   discarded_tokens: int = 0
   steps: int = 0
@@ -80,7 +83,7 @@ class Metrics:
   @property
   def prefill_tokens(self) -> int:
     """Tokens computed that were known before: prompts, and what preemptions made necessary."""
-    return self.prompt_tokens + self.recomputed_tokens
+    return self.prompt_tokens_by_source["computed"] + self.recomputed_tokens
 
   def sample_pages(self, name: str, pages: int, held: int, used: int) -> None:
     """One step's occupancy of a group: pages in use, token slots held, tokens readable."""
@@ -100,6 +103,7 @@ class Metrics:
       "prompt_tokens": self.prompt_tokens,
       "prompt_tokens_by_source": dict(self.prompt_tokens_by_source),
       "recomputed_tokens": self.recomputed_tokens,
+      "restored_tokens": self.restored_tokens,
       "prefill_tokens": self.prefill_tokens,
       "decode_tokens": self.decode_tokens,
       "discarded_tokens": self.discarded_tokens,

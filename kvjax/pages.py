@@ -4,15 +4,18 @@ One allocator serves every caller: the host loop calls these functions with nump
 code calls them inside jit with jax arrays. A shortfall is a returned value, never an exception and
 never silence, and a call that falls short takes nothing in any group.
 
-Two facts are the whole state: which page each table entry names, and how many entries name each
-page. A page is free when none does, so there is no free list that could disagree.
+Three facts are the whole state: which page each table entry names, how many entries name each page,
+and which pages hold content that a later sequence may want (`stamp`). A page that no entry names is
+cached when it has a stamp and free when it has none, so there is no free list that could disagree.
+Pages are taken from the free ones first, then from the cached ones, lowest stamp first; a page that
+is taken loses its stamp.
 
 Shapes: S slots, W table width, P pages of the group, n sequences in a call.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from flax import struct
 
 from kvjax import arrays
@@ -30,7 +33,10 @@ class GroupPages(struct.PyTreeNode):
   table: Array  # int32 [S, W]  physical page of each held logical page, NO_PAGE elsewhere
   first: Array  # int32 [S]     first logical page held
   last: Array  # int32 [S]      one past the last logical page held
-  refs: Array  # int32 [P]      table entries that name the page; 0 = free
+  refs: Array  # int32 [P]      table entries that name the page; 0 = nobody holds it
+  stamp: (
+    Array  # int32 [P]     0 = content of no later use; else its turn to be evicted, lowest first
+  )
 
 
 Pages = tuple[GroupPages, ...]
@@ -51,13 +57,14 @@ def init(layout: Layout, xp: Any) -> Pages:
       first=xp.zeros((g.max_sequences,), xp.int32),
       last=xp.zeros((g.max_sequences,), xp.int32),
       refs=xp.zeros((g.pages,), xp.int32),
+      stamp=xp.zeros((g.pages,), xp.int32),
     )
     for g in layout
   )
 
 
-def free(pages: Pages) -> Array:
-  """int32 [groups]: pages that nobody holds."""
+def available(pages: Pages) -> Array:
+  """int32 [groups]: pages that nobody holds, free or cached."""
   xp = arrays.namespace(pages[0].refs)
   return xp.stack([(p.refs == 0).sum() for p in pages]).astype(xp.int32)
 
@@ -74,7 +81,8 @@ def reserve(
 
   Pages that no position >= starts can read are given back first (sliding windows); then missing
   pages are taken, and a shared page that is about to be written is replaced by one of its own
-  (copy on write: when all its holders write in this call, the last of them keeps the original).
+  (copy on write: when all its holders write in this call, the last of them keeps the original,
+  unless it has a stamp: content that others may want is never overwritten).
 
   Args:
     slots: int32 [n], distinct; values >= S are padding and take nothing.
@@ -108,7 +116,7 @@ def retire(pages: Pages, layout: Layout, slots: Array, lengths: Array) -> Pages:
   """Gives back the pages that no position >= lengths can read. int32 [n] each; slots distinct."""
   out = []
   for p, g in zip(pages, layout, strict=True):
-    if g.retention.window is None:
+    if g.retention.reach is None:
       out.append(p)  # full attention never gives back a page of a living sequence
       continue
     xp = arrays.namespace(p.refs)
@@ -129,15 +137,17 @@ def retire(pages: Pages, layout: Layout, slots: Array, lengths: Array) -> Pages:
   return tuple(out)
 
 
-def release(pages: Pages, slots: Array) -> Pages:
+def release(pages: Pages, slots: Array, now: Array | int = 0) -> Pages:
   """Gives back everything that the sequences in `slots` (int32 [n]) hold; the slots are empty.
 
-  A slot that is named twice is given back once.
+  A slot that is named twice is given back once. Stamped pages get new stamps from `now` on, the
+  last page of a sequence the lowest: tails are evicted before heads. A stamp never goes down.
   """
   xp = arrays.namespace(pages[0].refs)
   slots = xp.where(_rank(xp.asarray(slots), xp) > 0, len(pages[0].first), slots)
   out = []
   for p in pages:
+    p = _restamp(p, slots, now)
     p = _drop(p, slots, _inside(p, slots), arrays.gather(p.last, slots))
     zero = xp.zeros_like(arrays.gather(p.first, slots))
     out.append(
@@ -173,26 +183,83 @@ def fork(pages: Pages, sources: Array, targets: Array) -> Pages:
   return tuple(out)
 
 
+def share(
+  pages: Pages, layout: Layout, slots: Array, lengths: Array, physical: tuple[Array, ...]
+) -> Pages:
+  """Each slot continues from `lengths` tokens of other sequences, whose pages it holds as well.
+
+  What the slots held before is given back. int32 [n] each; slots distinct, values >= S are padding.
+
+  Args:
+    physical: for each group int32 [n, m], the pages of `GroupGeometry.coverage(length)` in logical
+      order, NO_PAGE after them; m = 0 for a group that brings nothing.
+  """
+  out = []
+  for p, g, brought in zip(pages, layout, physical, strict=True):
+    xp = arrays.namespace(p.refs)
+    inside = _inside(p, slots)
+    p = _drop(p, slots, inside, arrays.gather(p.last, slots))
+    count = (brought < NO_PAGE).sum(-1).astype(xp.int32)
+    # What is not brought lies before what is: a chunk that starts here, scratch memory.
+    first = xp.where(count > 0, g.first_page(lengths), lengths // g.page_size).astype(xp.int32)
+    logical = first[:, None] + xp.arange(brought.shape[1], dtype=xp.int32)
+    real = inside[:, None] & (brought < NO_PAGE)
+    row = xp.where(real, slots[:, None], len(p.first))
+    out.append(
+      p.replace(
+        table=arrays.scatter_set(p.table, (row, g.column(logical)), brought),
+        refs=arrays.scatter_add(p.refs, xp.where(real, brought, NO_PAGE), 1),
+        first=arrays.scatter_set(p.first, slots, first),
+        last=arrays.scatter_set(p.last, slots, first + count),
+      )
+    )
+  return tuple(out)
+
+
+def stamp(pages: Pages, which: tuple[Array, ...], values: tuple[Array, ...]) -> Pages:
+  """Sets the stamps of pages: for each group int32 [n] pages (NO_PAGE is padding) and stamps."""
+  return tuple(
+    p.replace(stamp=arrays.scatter_set(p.stamp, ids, new)) if len(ids) else p
+    for p, ids, new in zip(pages, which, values, strict=True)
+  )
+
+
+def evicted(before: Pages, after: Pages) -> tuple[Any, ...]:
+  """For each group the pages that lost their stamp between two states (numpy)."""
+  return tuple(
+    np.flatnonzero((a.stamp > 0) & (b.stamp == 0)) if a.stamp is not b.stamp else np.zeros(0, int)
+    for a, b in zip(before, after, strict=True)
+  )
+
+
 def check(pages: Pages, layout: Layout) -> None:
-  """Raises AssertionError unless pages are conserved and counted right (numpy; for tests).
+  """Raises AssertionError unless pages are conserved and counted right (numpy).
 
   Every table entry inside [first, last) names a page, every other is NO_PAGE, no sequence holds a
-  page twice, and refs are the number of entries.
+  page twice, refs are the number of entries, and free + cached + in use = total.
   """
-  import numpy as np
-
   for p, g in zip(pages, layout, strict=True):
-    table, first, last, refs = (np.asarray(x) for x in (p.table, p.first, p.last, p.refs))
-    for s in range(len(table)):
-      held = [g.column(i) for i in range(first[s], last[s])]
-      assert len(set(held)) == len(held), f"{g.name}: slot {s} holds more pages than its row"
-      inside = table[s, held]
-      assert (inside < g.pages).all(), f"{g.name}: slot {s}: an entry names no page"
-      assert len(np.unique(inside)) == len(inside), f"{g.name}: slot {s} holds a page twice"
-      outside = np.delete(table[s], held)
-      assert (outside == NO_PAGE).all(), f"{g.name}: slot {s} names pages that it does not hold"
-    named = np.bincount(table[table != NO_PAGE], minlength=g.pages)
+    table, first, last, refs, stamps = (
+      np.asarray(x) for x in (p.table, p.first, p.last, p.refs, p.stamp)
+    )
+    width = table.shape[1]
+    assert (last >= first).all(), f"{g.name}: a slot ends before it starts"
+    assert (last - first <= width).all(), f"{g.name}: a slot holds more pages than its row"
+    logical = first[:, None] + (np.arange(width) - first[:, None]) % width
+    held = logical < last[:, None]
+    assert (table[held] < g.pages).all(), f"{g.name}: an entry names no page"
+    assert (table[~held] == NO_PAGE).all(), f"{g.name}: a slot names pages that it does not hold"
+    ordered = np.sort(np.where(held, table, -1 - np.arange(width)), axis=1)
+    assert (np.diff(ordered, axis=1) > 0).all(), f"{g.name}: a slot holds a page twice"
+    named = np.bincount(table[held], minlength=g.pages)
     assert (named == refs).all(), f"{g.name}: reference counts differ from the tables"
+    assert (stamps >= 0).all(), f"{g.name}: a stamp is negative"
+    counts = (
+      ((refs == 0) & (stamps == 0)).sum(),
+      ((refs == 0) & (stamps > 0)).sum(),
+      (refs > 0).sum(),
+    )
+    assert sum(counts) == g.pages, f"{g.name}: free, cached, in use: {counts} of {g.pages} pages"
 
 
 def _want(
@@ -210,7 +277,9 @@ def _want(
   new = inside & ~held
   physical = arrays.gather(p.table, slots)[xp.arange(len(slots))[:, None], g.column(logical)]
   physical = xp.where(held, physical, NO_PAGE)
-  holders = xp.where(held, arrays.gather(p.refs, physical), 0)
+  # A stamp counts as a holder that never writes.
+  holders = arrays.gather(p.refs, physical) + (arrays.gather(p.stamp, physical) > 0)
+  holders = xp.where(held, holders, 0)
   shared = holders > 1
   if _nowhere(shared):
     copy = shared
@@ -227,15 +296,15 @@ def _want(
 def _take(
   p: GroupPages, g: GroupGeometry, slots: Array, logical: Array, new: Array, copy: Array
 ) -> tuple[GroupPages, Copies]:
-  """Gives free pages, lowest first, to the cells `new | copy` [n, m] of one group."""
+  """Gives pages that nobody holds to the cells `new | copy` [n, m] of one group."""
   xp = arrays.namespace(p.refs)
   take = new | copy
   nothing = xp.full(take.shape, NO_PAGE, xp.int32)
   if _nowhere(take):
     return p, Copies(source=nothing.reshape(-1), target=nothing.reshape(-1))
   rank = xp.cumsum(take.reshape(-1)).reshape(take.shape)
-  available = xp.cumsum(p.refs == 0)
-  fresh = xp.where(take, xp.searchsorted(available, rank), NO_PAGE).astype(xp.int32)
+  candidates = _candidates(p, rank.reshape(-1)[-1])
+  fresh = xp.where(take, arrays.gather(candidates, rank - 1), NO_PAGE).astype(xp.int32)
   column = g.column(logical)
   old = arrays.gather(p.table, slots)[xp.arange(len(slots))[:, None], column]
   old = xp.where(copy, old, NO_PAGE)
@@ -249,8 +318,40 @@ def _take(
     table=arrays.scatter_set(p.table, (row, column), fresh),
     last=arrays.scatter_set(p.last, slots, last),
     refs=refs,
+    stamp=arrays.scatter_set(p.stamp, fresh, 0),
   )
   return p, Copies(source=old.reshape(-1), target=xp.where(copy, fresh, NO_PAGE).reshape(-1))
+
+
+def _candidates(p: GroupPages, count: Array) -> Array:
+  """Pages in the order in which they are taken, at least `count` of them: free ones by number, then
+  cached ones by stamp. Fewer only where nobody may take them."""
+  xp = arrays.namespace(p.refs)
+  unheld = p.refs == 0
+  if not isinstance(p.refs, np.ndarray):
+    return xp.argsort(xp.where(unheld, p.stamp, NO_PAGE), stable=True)
+  free = np.flatnonzero(unheld & (p.stamp == 0))
+  lacking = int(count) - len(free)
+  if lacking <= 0:
+    return free
+  cached = np.flatnonzero(unheld & (p.stamp > 0))
+  if lacking < len(cached):
+    cached = cached[np.argpartition(p.stamp[cached], lacking - 1)[:lacking]]
+  order = np.lexsort((cached, p.stamp[cached]))
+  return np.concatenate([free, cached[order]])
+
+
+def _restamp(p: GroupPages, slots: Array, now: Array | int) -> GroupPages:
+  """Renews the stamps of stamped pages of `slots`: last page now, the one before now + 1, …"""
+  xp = arrays.namespace(p.refs)
+  rows = arrays.gather(p.table, slots)
+  held = _held(p, slots) & _inside(p, slots)[:, None]
+  stamped = held & (arrays.gather(p.stamp, xp.where(held, rows, 0)) > 0)
+  if _nowhere(stamped):
+    return p
+  age = arrays.gather(p.last, slots)[:, None] - 1 - _logical(p, slots)
+  at = xp.where(stamped, rows, NO_PAGE)
+  return p.replace(stamp=arrays.scatter_max(p.stamp, at, (now + age).astype(xp.int32)))
 
 
 def _drop(p: GroupPages, slots: Array, which: Array, keep: Array) -> GroupPages:
@@ -291,8 +392,6 @@ def _row(p: GroupPages, slots: Array, values: Array) -> tuple[tuple[Array, Array
 
 def _nowhere(mask: Array) -> bool:
   """True when a numpy mask is empty, to skip work on the host; a traced mask is never known."""
-  import numpy as np
-
   return isinstance(mask, np.ndarray) and not mask.any()
 
 
@@ -307,9 +406,15 @@ def _rank(values: Array, xp: Any) -> Array:
 
 
 def describe(pages: Pages, layout: Layout) -> dict[str, dict[str, int]]:
-  """{group: {"used", "free", "total"}} in pages (numpy)."""
-  unused: Sequence[int] = [int(n) for n in free(pages)]
-  return {
-    g.name: {"used": g.pages - n, "free": n, "total": g.pages}
-    for g, n in zip(layout, unused, strict=True)
-  }
+  """{group: {"used", "cached", "free", "total"}} in pages (numpy)."""
+  out = {}
+  for p, g in zip(pages, layout, strict=True):
+    used = int((p.refs > 0).sum())
+    cached = int(((p.refs == 0) & (p.stamp > 0)).sum())
+    out[g.name] = {
+      "used": used,
+      "cached": cached,
+      "free": g.pages - used - cached,
+      "total": g.pages,
+    }
+  return out

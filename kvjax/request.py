@@ -129,12 +129,22 @@ class Request:
     prompt_token_ids: int ids, at least one.
     sampling: how tokens are chosen.
     default_seed: stands in for `sampling.seed` when that is None, so that a run can be repeated.
+    priority: requests with a lower value go first, whenever they came, and are preempted last.
+    cache_salt: cached prefixes are shared only among requests with the same salt.
   """
 
   id: str
   prompt_token_ids: tuple[int, ...]
   sampling: SamplingParams = SamplingParams()
   default_seed: int = 0
+  priority: int = 0
+  cache_salt: str | None = None
+
+  def __post_init__(self) -> None:
+    low, high = -(2**31), 2**31 - 1
+    _check_number("priority", self.priority, int, low, high, "a 32-bit integer")
+    if self.cache_salt is not None and not (isinstance(self.cache_salt, str) and self.cache_salt):
+      raise RequestError("cache_salt", "a non-empty string", self.cache_salt)
 
 
 @dataclasses.dataclass(frozen=True)

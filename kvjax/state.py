@@ -165,10 +165,13 @@ def locate(
 def writable(
   g: GroupGeometry, pages: pages_lib.GroupPages, slots: Array, positions: Array
 ) -> tuple[Array, Array]:
-  """`locate`, with NO_PAGE also for pages that another slot shares: they are copied before a
-  write (`reserve`), never written."""
+  """`locate`, with NO_PAGE also for pages that another slot shares or that the cache keeps for
+  others: they are copied before a write (`reserve`), never written."""
   page, offset = locate(g, pages, slots, positions)
-  shared = jnp.asarray(pages.refs).at[page].get(mode="fill", fill_value=0) > 1
+  refs, stamp = (
+    jnp.asarray(x).at[page].get(mode="fill", fill_value=0) for x in (pages.refs, pages.stamp)
+  )
+  shared = (refs > 1) | (stamp > 0)
   return jnp.where(shared, NO_PAGE, page), offset
 
 

@@ -75,7 +75,7 @@ def serve(e, items):
   while e.unfinished:
     for c in e.step():
       done[c.request_id, c.index] = c
-    pages_lib.check(e._scheduler.pages, e.layout)
+    pages_lib.check(e._cache.pages, e.layout)
   e.close()
   for group in e.figures()["pages"].values():
     assert group["used"] == 0
@@ -168,7 +168,7 @@ def test_sliding_pages_are_given_back_as_the_window_passes():
   most = -(-(g.retention.window - 1 + 16) // g.page_size) + 1
   while e.unfinished:
     e.step()
-    p = e._scheduler.pages[sliding]
+    p = e._cache.pages[sliding]
     assert (p.last - p.first).max() <= most
   assert e.metrics.peak_pages["full"] > e.metrics.peak_pages["sliding"]
 
@@ -292,7 +292,7 @@ def test_abort_frees_exactly_what_it_held(when):
   assert expected("mixed")["r0", 0][: len(done["r0", 0].token_ids)] == done["r0", 0].token_ids
   rest = {k: v for k, v in expected("mixed").items() if k[0] != "r0"}
   assert {k: c.token_ids for k, c in done.items() if k[0] != "r0"} == rest
-  pages_lib.check(e._scheduler.pages, e.layout)
+  pages_lib.check(e._cache.pages, e.layout)
   assert all(g["used"] == 0 for g in e.figures()["pages"].values())
 
 
@@ -382,5 +382,5 @@ def test_figures_add_up():
   assert f["completions"] == len(items)
   for group in f["pages"].values():
     assert 0 <= group["waste"] < 1
-    assert group["used"] + group["free"] == group["total"]
+    assert group["used"] + group["cached"] + group["free"] == group["total"]
     assert 0 < group["peak_used"] <= group["total"]

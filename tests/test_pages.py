@@ -219,7 +219,9 @@ class Run:
 
   def check(self) -> None:
     pages.check(self.tables, self.layout)
-    assert pages.free(self.tables).tolist() == [self.model.free(g) for g in range(len(self.layout))]
+    assert pages.available(self.tables).tolist() == [
+      self.model.free(g) for g in range(len(self.layout))
+    ]
     for g, (geometry, p) in enumerate(zip(self.layout, self.tables, strict=True)):
       names: dict[int, Page] = {}  # physical page -> the model's page: one to one
       for s, row in enumerate(self.model.held[g]):
@@ -341,7 +343,7 @@ def test_release_of_a_slot_named_twice_counts_its_pages_once():
   tables = pages.fork(filled(layout, 6, 5), int32(1), int32(2))
   tables = pages.release(tables, int32(1, 1, SLOTS, 1))
   pages.check(tables, layout)
-  assert pages.describe(tables, layout) == {"full": {"used": 4, "free": 5, "total": 9}}
+  assert pages.describe(tables, layout) == {"full": {"used": 4, "cached": 0, "free": 5, "total": 9}}
 
 
 def test_a_page_exists_before_the_token_after_a_page_boundary_is_written():

@@ -124,7 +124,7 @@ def test_everything_is_served_in_order_within_budgets(data):
   for s in everything:
     assert len(s.tokens) == s.limit
     assert s.slot is None
-  assert (pages_lib.free(scheduler.pages) == [g.pages for g in layout]).all()
+  assert (pages_lib.available(scheduler.pages) == [g.pages for g in layout]).all()
 
 
 def scheduler_of(pages, *, page_size=4, slots=4, budget=16):
@@ -213,8 +213,8 @@ def test_remove_gives_back_what_was_held(state):
   scheduler.add(s)
   if state == "running":
     scheduler.plan()
-    assert pages_lib.free(scheduler.pages)[0] == 7
+    assert pages_lib.available(scheduler.pages)[0] == 7
   scheduler.remove(s)
-  assert pages_lib.free(scheduler.pages)[0] == 10
+  assert pages_lib.available(scheduler.pages)[0] == 10
   assert not scheduler.waiting
   assert not scheduler.running

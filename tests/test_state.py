@@ -35,7 +35,7 @@ def greedy(runner: Runner, slot: int, count: int) -> list[int]:
 
 def test_a_new_state_is_empty_and_its_shape_needs_no_memory():
   state = kvjax.init(LAYOUT)
-  assert list(pages_lib.free(state.pages)) == [g.pages for g in LAYOUT]
+  assert list(pages_lib.available(state.pages)) == [g.pages for g in LAYOUT]
   assert not np.asarray(state.lengths).any()
   shapes = jax.eval_shape(lambda: kvjax.init(LAYOUT))
   assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, shapes)
@@ -52,16 +52,16 @@ def test_admission_takes_over_a_slot():
   assert state.tokens[2, :40].tolist() == list(ids(40))
   assert list(state.known) == [0, 0, 40, 0]
   assert list(state.lengths) == [0] * 4  # nothing is computed yet
-  used = [g.pages - int(n) for g, n in zip(LAYOUT, pages_lib.free(state.pages), strict=True)]
+  used = [g.pages - int(n) for g, n in zip(LAYOUT, pages_lib.available(state.pages), strict=True)]
   assert used == [14, 8]  # 40 tokens by 3 and by 5
   state = stepping.admit(state.replace(lengths=state.lengths.at[2].set(40)), 2, tokens)
   assert list(state.lengths) == [0] * 4
   assert [
-    g.pages - int(n) for g, n in zip(LAYOUT, pages_lib.free(state.pages), strict=True)
+    g.pages - int(n) for g, n in zip(LAYOUT, pages_lib.available(state.pages), strict=True)
   ] == used
   pages_lib.check(state.pages, LAYOUT)
   state = stepping.release(state, np.array([2, SLOTS], np.int32))
-  assert list(pages_lib.free(state.pages)) == [g.pages for g in LAYOUT]
+  assert list(pages_lib.available(state.pages)) == [g.pages for g in LAYOUT]
   assert not np.asarray(state.known).any()
 
 

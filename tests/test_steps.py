@@ -60,7 +60,7 @@ def test_any_cut_of_a_sequence_gives_the_plain_forward(kind, sizes):
       assert p.first[3] > 0  # pages were given back
       assert p.last[0] > g.table_width  # the ring wrapped
   runner.state = stepping.release(runner.state, jnp.arange(SLOTS))
-  assert list(pages_lib.free(runner.state.pages)) == [g.pages for g in runner.layout]
+  assert list(pages_lib.available(runner.state.pages)) == [g.pages for g in runner.layout]
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [("full", 16), ("mixed", MIXED)])
@@ -89,7 +89,7 @@ def test_a_shortfall_is_counted_and_takes_nothing():
   admit = stepping.jit(kvjax.admit)
   before = admit(kvjax.init(layout), 0, tokens)
   assert list(before.shortfall) == [0, 0]
-  assert list(pages_lib.free(before.pages)) == [12 - 7, 9 - 4]
+  assert list(pages_lib.available(before.pages)) == [12 - 7, 9 - 4]
   # Again 7 pages of 3 tokens and 4 pages of 5: the sliding group lacks 2, the full one has them.
   after = admit(before, 1, tokens)
   assert list(after.shortfall) == [2, 0]

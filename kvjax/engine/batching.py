@@ -1,11 +1,13 @@
 """From a plan to the arrays of one device call, padded to a short list of shapes."""
 
 import dataclasses
+from typing import cast
 
 import numpy as np
 
 from kvjax.config import SchedulerConfig
-from kvjax.engine.scheduler import Plan, Work
+from kvjax.engine.scheduler import Plan
+from kvjax.engine.sequence import Scheduled, Sequence
 from kvjax.sampling import Sampling
 from kvjax.state import FROM_STATE
 from kvjax.steps import Batch
@@ -69,7 +71,7 @@ def shape_of(plan: Plan, config: SchedulerConfig) -> Shape:
   """The smallest listed shape that holds a plan."""
   block = config.query_block
   blocks = sum(-(-w.count // block) for w in plan.prefill)
-  entries = sum(len(w.sequence.bias[0]) for w in (*plan.decode, *plan.prefill))
+  entries = sum(len(_sequence(w.sequence).bias[0]) for w in (*plan.decode, *plan.prefill))
   if blocks:
     rows = config.max_sequences if plan.decode else 0
     blocks = _bucket(prefill_buckets(config), blocks)
@@ -100,9 +102,9 @@ class SlotSampling:
     self.prompt_length = np.zeros(slots, np.int32)
     self.logprobs = np.zeros(slots, bool)
 
-  def fill(self, w: Work) -> None:
+  def fill(self, sequence: Sequence, slot: int) -> None:
     """Copies a sequence's parameters into its slot."""
-    s, slot = w.sequence.request.sampling, w.slot
+    s = sequence.request.sampling
     self.temperature[slot] = s.temperature
     self.top_p[slot] = s.top_p
     self.top_k[slot] = s.top_k
@@ -110,8 +112,8 @@ class SlotSampling:
     self.repetition[slot] = s.repetition_penalty
     self.presence[slot] = s.presence_penalty
     self.frequency[slot] = s.frequency_penalty
-    self.seed[slot] = w.sequence.seed
-    self.prompt_length[slot] = w.sequence.prompt_length
+    self.seed[slot] = sequence.seed
+    self.prompt_length[slot] = sequence.prompt_length
     self.logprobs[slot] = s.logprobs is not None
 
   def rows(self, slots: np.ndarray, bias: tuple[np.ndarray, ...]) -> Sampling:
@@ -144,6 +146,8 @@ def build(plan: Plan, shape: Shape, sampling: SlotSampling) -> tuple[Batch, np.n
     (batch, stops int32 [decode_rows], sampled row of each Work in plan.decode + plan.prefill).
     stops bounds the positions that a call of several decode steps may compute.
   """
+  for admission in plan.admitted:
+    sampling.fill(_sequence(admission.sequence), admission.slot)
   d, block = shape.decode_rows, shape.query_block
   rows = d + shape.prefill_blocks * block
   tokens = np.zeros(rows, np.int32)
@@ -167,8 +171,6 @@ def build(plan: Plan, shape: Shape, sampling: SlotSampling) -> tuple[Batch, np.n
     where[i] = row
   at = 0
   for w in plan.prefill:
-    if not w.start:
-      sampling.fill(w)
     begin = d + at * block
     tokens[begin : begin + w.count] = w.sequence.tokens[w.start : w.start + w.count]
     slots[begin : begin + w.count] = w.slot
@@ -197,10 +199,15 @@ def _bias(plan: Plan, where: list[int], entries: int, rows: int) -> tuple[np.nda
   value = np.zeros(entries, np.float32)
   at = 0
   for w, r in zip((*plan.decode, *plan.prefill), where, strict=True):
-    n = len(w.sequence.bias[0])
+    n = len(_sequence(w.sequence).bias[0])
     if n:
       part = slice(at, at + n)
       row[part] = r
-      token[part], value[part], until[part] = w.sequence.bias
+      token[part], value[part], until[part] = _sequence(w.sequence).bias
       at += n
   return row, token, value, until
+
+
+def _sequence(s: Scheduled) -> Sequence:
+  """Whatever reaches a device is a whole sequence."""
+  return cast(Sequence, s)

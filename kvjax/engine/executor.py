@@ -11,9 +11,10 @@ from kvjax import state as state_lib
 from kvjax import steps as step_lib
 from kvjax.engine.batching import Shape, SlotSampling, build
 from kvjax.engine.scheduler import Plan, Work
-from kvjax.geometry import Layout
+from kvjax.geometry import NO_PAGE, Layout
 from kvjax.models.decoder import Params
 from kvjax.models.spec import ModelSpec
+from kvjax.pages import Copies
 from kvjax.request import TokenLogprobs
 from kvjax.sampling import TOP_LOGPROBS
 from kvjax.sharding import Shardings
@@ -57,7 +58,8 @@ class Executor:
   """Runs plans on the device.
 
   Attributes:
-    compiled: seconds that each shape took to compile (or to load from the cache on disk).
+    compiled: seconds that each shape, and each small program beside the steps, took to compile (or
+      to load from the cache on disk).
   """
 
   def __init__(
@@ -68,18 +70,19 @@ class Executor:
     shardings: Shardings,
     implementation: Any = None,
   ):
-    self.compiled: dict[Shape, float] = {}
+    self.compiled: dict[Shape | str, float] = {}
     self._shardings = shardings
     self._params = shardings.place_params(params)
     self._spec = spec
     self._implementation = implementation
     self._state = shardings.place_state(state_lib.init(layout))
     self._sampling = SlotSampling(layout[0].max_sequences)
-    self._programs: dict[Shape, Any] = {}
+    self._programs: dict[Shape | str, Any] = {}
 
   def dispatch(self, plan: Plan, shape: Shape) -> Dispatched:
     """Starts a step and returns without waiting for it."""
     batch, stops, rows = build(plan, shape, self._sampling)
+    self._prepare(plan)
     state = self._state.replace(pages=plan.pages)
     args = (self._params, state, batch) + ((stops,) if shape.steps > 1 else ())
     self._state, packed = self._program(shape, args)(*args)
@@ -89,6 +92,36 @@ class Executor:
   def read(self, dispatched: Dispatched) -> Results:
     """Waits for a step's one packed array."""
     return Results(np.asarray(dispatched.packed))
+
+  def _prepare(self, plan: Plan) -> None:
+    """What must be on the device before a step: tokens that nobody computes, copied pages."""
+    for sequence, slot, found, _ in plan.admitted:
+      if found:
+        tokens = np.zeros(self._state.tokens.shape[1], np.int32)
+        tokens[: len(sequence.tokens)] = sequence.tokens
+        args: tuple[Any, ...] = (self._state.tokens, np.int32(slot), tokens)
+        new = self._run("tokens of a cached prefix", _place_tokens, args)
+        self._state = self._state.replace(tokens=new)
+    if plan.copies is not None:
+      # A sequence writes one shared page in a step at most: the one that it goes on in.
+      most = self._sampling.slots
+      copies = tuple(
+        Copies(*(np.pad(ids, (0, most - len(ids)), constant_values=NO_PAGE) for ids in copy))
+        for copy in plan.copies
+      )
+      pools = self._run("copies of shared pages", _copy_pages, (self._state.pools, copies))
+      self._state = self._state.replace(pools=pools)
+
+  def _run(self, name: str, function: Any, args: tuple[Any, ...]) -> Any:
+    """A small program beside the steps; its first argument is donated, and its result is alike."""
+    program = self._programs.get(name)
+    if program is None:
+      start = time.perf_counter()
+      shardings = jax.tree.map(lambda x: x.sharding, args[0])
+      jitted = jax.jit(function, donate_argnums=0, out_shardings=shardings)
+      program = self._programs[name] = jitted.lower(*args).compile()
+      self.compiled[name] = time.perf_counter() - start
+    return program(*args)
 
   @property
   def compile_seconds(self) -> float:
@@ -137,6 +170,14 @@ def _run_many(
     params, state, batch, spec=spec, steps=steps, stops=stops, implementation=implementation
   )
   return state, step_lib.pack(out)
+
+
+def _place_tokens(tokens: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
+  return tokens.at[slot].set(row)
+
+
+def _copy_pages(pools: Any, copies: tuple[Copies, ...]) -> Any:
+  return tuple(state_lib.copy_pages(pool, c) for pool, c in zip(pools, copies, strict=True))
 
 
 def works(dispatched: Dispatched) -> list[tuple[Work, int]]:

@@ -8,18 +8,20 @@ sequence that turns out to have ended computed one step too many, which is throw
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from kvjax import pages as pages_lib
 from kvjax.config import Config
 from kvjax.engine.batching import shape_of
+from kvjax.engine.cache_manager import CacheManager
 from kvjax.engine.executor import Dispatched, Executor, works
 from kvjax.engine.scheduler import Plan, Scheduler
 from kvjax.engine.sequence import Sequence
 from kvjax.errors import RequestError
-from kvjax.geometry import longest
+from kvjax.geometry import hash_unit, longest
 from kvjax.metrics import Metrics
 from kvjax.planning import attention_implementations, plan_for
+from kvjax.prefix import Chain, namespace, root_key
 from kvjax.request import Completion, Request
 from kvjax.sharding import Shardings
 from kvjax.weights.load import Model
@@ -43,7 +45,10 @@ class Engine:
     self.metrics = Metrics()
     self._spec = model.spec
     self._clock = clock
-    self._scheduler = Scheduler(self.layout, config.scheduler)
+    cache = config.cache
+    self._cache = CacheManager(self.layout, cache.prefix_sharing, cache.check_invariants)
+    self._scheduler = Scheduler(self._cache, config.scheduler)
+    self._namespace = namespace(f"{model.source} {model.dtype} {model.spec}", self.layout)
     self._executor = Executor(
       model.params,
       model.spec,
@@ -65,10 +70,14 @@ class Engine:
     """
     limit = self._check(request)
     now = self._clock()
+    root = root_key(self._namespace, request.cache_salt)
+    chain = Chain(root, hash_unit(self.layout))
     sequences = [
-      Sequence(request, i, (self._arrivals, i), self.tokenizer, limit, now)
+      Sequence(request, i, self._arrivals, self.tokenizer, limit, chain.copy(), now)
       for i in range(request.sampling.n)
     ]
+    for s in sequences:
+      s.siblings = list(sequences)
     self._arrivals += 1
     self._requests[request.id] = sequences
     for s in sequences:
@@ -116,6 +125,11 @@ class Engine:
     while self.unfinished or self._aborted or self._dispatched is not None:
       yield from self.step()
 
+  def reset_prefix_cache(self) -> None:
+    """Forgets every cached prefix, after a change to the weights, say. What is running keeps its
+    pages, and nothing of it is kept for others."""
+    self._cache.reset(self._scheduler.running)
+
   def close(self) -> None:
     """Waits for what is in flight and drops every request."""
     if self._dispatched is not None:
@@ -128,19 +142,21 @@ class Engine:
   def figures(self) -> dict[str, Any]:
     """Everything measured so far, JSON-able: `kvjax.metrics.Metrics` and the engine's own."""
     waiting = len(self._scheduler.waiting)
+    pages = pages_lib.describe(self._cache.pages, self.layout)
     return {
       **self.metrics.figures(),
       "running": len(self._scheduler.running),
       "waiting": waiting,
       "pages": {
         g.name: {
-          **pages_lib.describe(self._scheduler.pages, self.layout)[g.name],
+          **pages[g.name],
           "page_size": g.page_size,
           "page_bytes": g.page_bytes,
           "peak_used": self.metrics.peak_pages.get(g.name, 0),
           "waste": self.metrics.waste(g.name),
+          "evictions": evictions,
         }
-        for g in self.layout
+        for g, evictions in zip(self.layout, self._cache.evictions, strict=True)
       },
       "compilations": {
         "count": len(self._executor.compiled),
@@ -191,19 +207,21 @@ class Engine:
     m.steps += 1
     m.prefill_steps += bool(plan.prefill)
     m.preemptions = self._scheduler.preemptions
-    for w in (*plan.decode, *plan.prefill):
-      again = max(min(w.start + w.count, w.reached) - w.start, 0)
-      fresh = max(min(w.start + w.count, w.sequence.prompt_length) - w.start - again, 0)
-      m.recomputed_tokens += again
+    for sequence, _, found, reached in plan.admitted:
+      fresh = max(min(found, sequence.prompt_length) - reached, 0)
       m.prompt_tokens += fresh
-      m.prompt_tokens_by_source["computed"] += fresh
+      m.prompt_tokens_by_source["cached"] += fresh
+      m.restored_tokens += found - fresh
+    for w in (*plan.prefill, *plan.decode):
+      if w.start < w.reached or w.start < w.sequence.prompt_length:
+        again = max(min(w.start + w.count, w.reached) - w.start, 0)
+        fresh = max(min(w.start + w.count, w.sequence.prompt_length) - w.start - again, 0)
+        m.recomputed_tokens += again
+        m.prompt_tokens += fresh
+        m.prompt_tokens_by_source["computed"] += fresh
     for g, p in zip(self.layout, plan.pages, strict=True):
-      work = (*plan.decode, *plan.prefill)
-      slots = [w.slot for w in work]
-      pages = int((p.last[slots] - p.first[slots]).sum())
-      used = sum(
-        w.start + w.count - int(g.retention.first_readable(w.start + w.count)) for w in work
-      )
+      pages = int((p.last[plan.slots] - p.first[plan.slots]).sum())
+      used = int((plan.stops - g.retention.first_readable(plan.stops)).sum())
       in_use = int((p.refs > 0).sum())
       m.sample_pages(g.name, in_use, pages * g.page_size, used)
 
@@ -216,7 +234,7 @@ class Engine:
       self.metrics.prefill_seconds += seconds
     done = []
     for w, row in works(dispatched):
-      s = w.sequence
+      s = cast(Sequence, w.sequence)
       for i in range(w.samples):
         if s.finish_reason is not None:
           self.metrics.discarded_tokens += w.samples - i

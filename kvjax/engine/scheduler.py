@@ -1,37 +1,68 @@
 """The scheduler: which sequences run, and what the next step computes. No device, no clock.
 
 Policy, in the order in which it is applied:
-  - first come, first served; the n completions of a request stand one after the other;
+  - order: by priority (lower first), then first come, first served; the n completions of a request
+    stand one after the other;
   - a waiting sequence is admitted when a slot is free and every group has the pages that its known
-    tokens really need, besides those still promised to admitted prompts;
-  - every running sequence whose prompt is done decodes in every step; prompts are computed in
-    chunks within the token budget, oldest first;
-  - when a pool runs short the newest running sequence gives everything back and waits at its
-    place in the order, to be computed again later. The oldest always goes on, so there is progress.
+    tokens really need (those of a cached prefix are there already), besides the pages still
+    promised to admitted prompts. One that was preempted waits until every running sequence can also
+    grow by HEADROOM tokens, so that it does not come back only to be preempted again;
+  - a sequence whose prefix is just being computed by another one waits for it; completions of one
+    prompt fork from the first when its prompt is done;
+  - where a sequence lacks pages, later ones may pass it, but PATIENCE of them at most; then nobody
+    is admitted before it;
+  - a sequence of higher priority takes the slots and pages of running ones of lower priority;
+  - every running sequence whose prompt is done decodes in every step, whatever prompts there are;
+    prompts are computed in chunks within the token budget, in every other step oldest first, in
+    the steps between those with the least left first: a short prompt never waits for a long one to
+    end, and the oldest has at least half of the steps for itself;
+  - when a pool runs short the last running sequence in the order gives everything back and waits at
+    its place, to be computed again later. The first always goes on, so there is progress.
 """
 
 import bisect
 import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from kvjax import pages as pages_lib
 from kvjax.config import SchedulerConfig
-from kvjax.engine.sequence import Sequence
-from kvjax.geometry import Layout
+from kvjax.engine.cache_manager import CacheManager, Copy
+from kvjax.engine.sequence import Scheduled
+from kvjax.prefix import Boundary
+
+HEADROOM = 16
+"""Tokens that every running sequence must be able to grow by before a preempted one comes back."""
+
+PATIENCE = 16
+"""Admissions that may pass a sequence which lacks pages."""
+
+_CANDIDATES = 32  # waiting sequences that one step looks at
+_MOST_LACKING = 4  # of them such that lack pages
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)  # not frozen: one is made for every sequence in every step
 class Work:
   """One sequence's part of a step: the positions [start, start + count)."""
 
-  sequence: Sequence
+  sequence: Scheduled
   slot: int
   start: int
   count: int
   samples: int  # tokens sampled: 0 inside a prompt, 1, or up to decode_steps
   decode: bool  # feeds the last known token; otherwise a chunk of a prompt
   reached: int  # most tokens of the sequence ever computed before; below it, this is recomputation
+
+
+class Admission(NamedTuple):
+  """A sequence that entered a slot, and the tokens that it found computed there."""
+
+  sequence: Scheduled
+  slot: int
+  found: int
+  reached: int  # before: what is found below it had been computed once already
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,26 +73,37 @@ class Plan:
     decode, prefill: rows of one token, and chunks.
     steps: decode steps in the call; more than 1 only without prefill.
     pages: the tables as this call sees them (numpy).
+    admitted: sequences that are new in their slots.
+    copies: pages to be copied before the call, by group; None for none.
+    slots, starts, stops: int32 [n] of decode + prefill.
   """
 
   decode: tuple[Work, ...]
   prefill: tuple[Work, ...]
   steps: int
   pages: pages_lib.Pages
+  admitted: tuple[Admission, ...]
+  copies: tuple[Copy, ...] | None
+  slots: np.ndarray
+  starts: np.ndarray
+  stops: np.ndarray
 
 
 class Scheduler:
-  """Owns the host's page tables; `plan` advances every count as if the step had run."""
+  """`plan` advances every count as if the step had run."""
 
-  def __init__(self, layout: Layout, config: SchedulerConfig):
-    self.layout = layout
+  def __init__(self, cache: CacheManager, config: SchedulerConfig):
+    self.layout = cache.layout
+    self.cache = cache
     self.config = config
-    self.pages = pages_lib.init(layout, np)
-    self.waiting: list[Sequence] = []
-    self.running: list[Sequence] = []
+    self.waiting: list[Scheduled] = []
+    self.running: list[Scheduled] = []
     self.preemptions = 0
-    self._free_slots = list(range(layout[0].max_sequences))
-    self._step_tokens = min(config.token_budget, layout[0].step_tokens)
+    self._free_slots = list(range(self.layout[0].max_sequences))
+    self._step_tokens = min(config.token_budget, self.layout[0].step_tokens)
+    self._most_blocks = -(-config.token_budget // config.query_block)
+    self._shortest_first = False
+    self._admitted: list[Admission] = []
 
   def can_ever_fit(self, limit: int) -> dict[str, tuple[int, int]]:
     """Groups whose whole pool is too small for one sequence of `limit` tokens: name -> (needed,
@@ -69,11 +111,11 @@ class Scheduler:
     needed = {g.name: (g.peak_pages(max(limit - 1, 1)), g.pages) for g in self.layout}
     return {name: pair for name, pair in needed.items() if pair[0] > pair[1]}
 
-  def add(self, sequence: Sequence) -> None:
+  def add(self, sequence: Scheduled) -> None:
     """Puts a sequence at its place in the waiting order."""
-    bisect.insort(self.waiting, sequence, key=lambda s: s.order)
+    bisect.insort(self.waiting, sequence, key=_order)
 
-  def remove(self, sequence: Sequence) -> None:
+  def remove(self, sequence: Scheduled) -> None:
     """Takes a sequence out, in any state, and gives back exactly what it holds."""
     if sequence.slot is not None:
       self.running.remove(sequence)
@@ -83,6 +125,7 @@ class Scheduler:
 
   def plan(self) -> Plan | None:
     """The next step, or None when nothing can be computed before more results are read."""
+    self.cache.publish(self.running)
     self._admit()
     while True:
       work = self._work()
@@ -91,75 +134,184 @@ class Scheduler:
       slots = np.array([w.slot for w in work], np.int32)
       starts = np.array([w.start for w in work], np.int32)
       stops = starts + np.array([w.count for w in work], np.int32)
-      pages, _, shortfall = pages_lib.reserve(
-        self.pages, self.layout, slots, starts, stops, int((stops - starts).max())
-      )
+      copies, shortfall = self.cache.reserve(slots, starts, stops)
       if not shortfall.any():
         break
       self._preempt(shortfall)
-    self.pages = pages
     decode = tuple(w for w in work if w.decode)
     prefill = tuple(w for w in work if not w.decode)
-    plan = Plan(decode, prefill, 1 if prefill else max(w.samples for w in work), pages)
+    admitted, self._admitted = tuple(self._admitted), []
+    plan = Plan(
+      decode=decode,
+      prefill=prefill,
+      steps=1 if prefill else max(w.samples for w in work),
+      pages=self.cache.pages,
+      admitted=admitted,
+      copies=copies,
+      slots=slots,
+      starts=starts,
+      stops=stops,
+    )
+    self._shortest_first = bool(prefill) and not self._shortest_first
     for w in work:
       self._advance(w)
     return plan
 
-  def _admit(self) -> None:
-    while self.waiting and self._free_slots:
-      sequence = self.waiting[0]
-      if sequence.in_flight:
-        return  # preempted a moment ago: its last token has not been read yet
-      free = pages_lib.free(self.pages)
-      promised = [self._promised(i) for i in range(len(self.layout))]
-      for i, g in enumerate(self.layout):
-        if g.peak_pages(sequence.length, self._step_tokens) > free[i] - promised[i]:
-          return
-      del self.waiting[0]
-      sequence.slot = self._free_slots.pop(0)
-      bisect.insort(self.running, sequence, key=lambda s: s.order)
+  # Admission.
 
-  def _promised(self, group: int) -> int:
-    """Pages that running prompts still need in a group, on the way to their known length."""
-    g, p = self.layout[group], self.pages[group]
-    total = 0
-    for s in self.running:
-      if s.remaining > 1:
-        held = int(p.last[s.slot] - p.first[s.slot])
-        total += max(g.peak_pages(s.length, self._step_tokens) - held, 0)
-    return total
+  def _admit(self) -> None:
+    if not self.waiting:
+      return
+    lacking: list[Scheduled] = []
+    promised: np.ndarray | None = None
+    for s in self.waiting[:_CANDIDATES]:
+      if not self._free_slots and not self._outranks(s):
+        return
+      if s.in_flight:
+        continue  # preempted a moment ago: its last token has not been read yet
+      lead = self._lead(s)
+      if lead is None and self._must_wait(s):
+        continue
+      if promised is None:
+        prompts = [r for r in self.running if r.remaining > 1]
+        promised = self.cache.promised(prompts, self._step_tokens)
+      hit = None if lead is not None else self.cache.hit(s)
+      need = self._need(s, lead, hit)
+      fits = bool(self._free_slots) and bool((need <= self.cache.available() - promised).all())
+      if not fits and self._outranks(s) and self._make_room(s):
+        # What gave way may have been the lead, or have held the hit.
+        fits, lead, hit, promised = True, None, self.cache.hit(s), None
+      if not fits:
+        lacking.append(s)
+        if s.passed >= PATIENCE or len(lacking) == _MOST_LACKING:
+          return
+        continue
+      self._enter(s, lead, hit)
+      promised = None
+      for other in lacking:
+        other.passed += 1
+      if any(other.passed >= PATIENCE for other in lacking):
+        return
+
+  def _enter(self, s: Scheduled, lead: Scheduled | None, hit: Boundary | None) -> None:
+    slot = self._free_slots.pop(0)
+    if lead is not None:
+      self.cache.fork(lead, s, slot)
+    else:
+      self.cache.adopt(s, slot, hit)
+    s.passed = 0
+    self._admitted.append(Admission(s, slot, s.computed, s.reached))
+    s.reached = max(s.reached, s.computed)
+    self.waiting.remove(s)
+    bisect.insort(self.running, s, key=_order)
+
+  def _lead(self, s: Scheduled) -> Scheduled | None:
+    """A sibling from which a fresh completion of the same prompt can fork now."""
+    if s.reached or not self.cache.forks:
+      return None
+    for other in s.siblings:
+      if other.slot is not None and other.computed == other.prompt_length > 1:
+        return other
+    return None
+
+  def _must_wait(self, s: Scheduled) -> bool:
+    """Whether a running sequence is computing what this one could go on from."""
+    hit = -1
+    for other in self.running:
+      if other.remaining <= 1 and other.computed:
+        continue
+      if not s.reached and other in s.siblings and self.cache.forks:
+        return True
+      coming = self.cache.coming(s, other)
+      if coming:
+        if hit < 0:
+          found = self.cache.hit(s)
+          hit = 0 if found is None else found.length
+        if coming > hit:
+          return True
+    return False
+
+  def _need(self, s: Scheduled, lead: Scheduled | None, hit: Boundary | None) -> np.ndarray:
+    if lead is not None:
+      return np.ones(len(self.layout), int)  # its own copy of the page of the last prompt token
+    need = self.cache.needed(s, hit, self._step_tokens)
+    if s.preempted and self.running:
+      growth = [g.pages_for(HEADROOM) * len(self.running) for g in self.layout]
+      # Never more than there is: what can run alone must be able to come back.
+      need = np.minimum(need + growth, np.maximum([g.pages for g in self.layout], need))
+    return need
+
+  def _outranks(self, s: Scheduled) -> bool:
+    return bool(self.running) and self.running[-1].order[0] > s.order[0]
+
+  def _make_room(self, s: Scheduled) -> bool:
+    """Preempts running sequences of lower priority, the last in the order first, until `s` has a
+    slot and pages; changes nothing when even all of them would not do."""
+    need = self._need(s, None, None)
+    lower = [r for r in self.running if r.order[0] > s.order[0]]
+    others = [r for r in self.running if r.order[0] <= s.order[0]]
+    prompts = [r for r in others if r.remaining > 1]
+    promised = self.cache.promised(prompts, self._step_tokens)
+    held = np.array(
+      [
+        len({int(x) for r in others for x in p.table[r.slot] if x < g.pages})
+        for g, p in zip(self.layout, self.cache.pages, strict=True)
+      ]
+    )
+    if (need > [g.pages for g in self.layout] - held - promised).any():
+      return False
+    while lower:
+      self._withdraw(lower.pop())
+      prompts = [r for r in self.running if r.remaining > 1]
+      free = self.cache.available() - self.cache.promised(prompts, self._step_tokens)
+      need = self._need(s, None, self.cache.hit(s))
+      if (need <= free).all():
+        return True
+    return False
+
+  # Work.
 
   def _work(self) -> list[Work]:
-    """What every running sequence computes next, oldest first, within the token budget."""
+    """What every running sequence computes next, within the token budget."""
     tokens, blocks = self.config.token_budget, self._most_blocks
-    prefills = any(s.remaining > 1 or not s.computed for s in self.running)
-    steps = 1 if prefills or self.waiting else self.config.decode_steps
-    work = []
+    block = self.config.query_block
+    work, prompts = [], []
     for s in self.running:
+      if s.length - s.computed == 1 and s.computed:
+        work.append(s)
+      else:
+        prompts.append(s)
+    steps = 1 if prompts or self.waiting else self.config.decode_steps
+    out = []
+    for s in work:
       assert s.slot is not None
-      if s.remaining == 1 and s.computed:
-        count = min(steps, s.limit - s.length)
-        work.append(Work(s, s.slot, s.computed, count, count, True, s.reached))
-        continue
-      room = min(tokens, blocks * self.config.query_block, self._step_tokens)
-      count = min(s.remaining, room)
+      count = 1 if steps == 1 else min(steps, s.limit - s.length)
+      out.append(Work(s, s.slot, s.computed, count, count, True, s.reached))
+    if self._shortest_first:
+      prompts.sort(key=lambda s: s.remaining)  # stable: the older of equals first
+    for s in prompts:
+      assert s.slot is not None
+      count = min(s.remaining, tokens, blocks * block, self._step_tokens)
       if count > 0:
         tokens -= count
-        blocks -= -(-count // self.config.query_block)
-        work.append(Work(s, s.slot, s.computed, count, int(count == s.remaining), False, s.reached))
-    return work
-
-  @property
-  def _most_blocks(self) -> int:
-    return -(-self.config.token_budget // self.config.query_block)
+        blocks -= -(-count // block)
+        samples = int(count == s.remaining)
+        out.append(Work(s, s.slot, s.computed, count, samples, False, s.reached))
+    return out
 
   def _preempt(self, shortfall: np.ndarray) -> None:
     if len(self.running) == 1:
       lacking = {g.name: int(n) for g, n in zip(self.layout, shortfall, strict=True)}
       raise RuntimeError(f"a lone sequence lacks pages that admission had promised: {lacking}")
-    victim = self.running.pop()
+    self._withdraw(self.running[-1])
+
+  def _withdraw(self, victim: Scheduled) -> None:
+    """Takes everything from a running sequence, which waits again."""
+    self.running.remove(victim)
     self._give_back(victim)
     victim.computed = 0
+    victim.preempted = True
+    self._admitted = [a for a in self._admitted if a.sequence is not victim]
     self.preemptions += 1
     self.add(victim)
 
@@ -168,14 +320,18 @@ class Scheduler:
     device runs steps in order and nothing later can disturb this one."""
     s = w.sequence
     s.computed += w.count
-    s.reached = max(s.reached, s.computed)
+    if s.computed > s.reached:
+      s.reached = s.computed
     s.length += w.samples
     if s.length >= s.limit:
       self.running.remove(s)
       self._give_back(s)
 
-  def _give_back(self, s: Sequence) -> None:
+  def _give_back(self, s: Scheduled) -> None:
     assert s.slot is not None
-    self.pages = pages_lib.release(self.pages, np.array([s.slot], np.int32))
-    bisect.insort(self._free_slots, s.slot)
-    s.slot = None
+    slot = s.slot
+    self.cache.give_back(s)
+    bisect.insort(self._free_slots, slot)
+
+
+_order: Callable[[Scheduled], tuple[int, int, int]] = lambda s: s.order  # noqa: E731

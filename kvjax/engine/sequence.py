@@ -1,8 +1,9 @@
-"""Sequence: the host's record of one completion that is being made."""
+"""Sequences: the host's records of completions that are being made."""
 
 import numpy as np
 
 from kvjax.detokenizer import IncrementalDetokenizer
+from kvjax.prefix import Boundary, Chain
 from kvjax.request import Completion, Request, SamplingParams, TokenLogprobs
 from kvjax.tokenizer import Tokenizer
 
@@ -10,38 +11,78 @@ FOREVER = 2**31 - 1
 """`bias_until` of an entry that always holds."""
 
 
-class Sequence:
-  """One of a request's n completions.
+class Scheduled:
+  """What scheduling knows of a sequence: how many tokens there are, never which are coming.
 
   Attributes:
-    order: (arrival of the request, index): the order of admission and, reversed, of preemption.
+    order: (priority, arrival of the request, index): the order of admission and, reversed, of
+      preemption.
     tokens: ids that the host has read: prompt, then output.
+    prompt_length: how many of them are the prompt.
+    limit: most tokens, prompt and output.
+    chain: names of its prefixes.
+    siblings: all sequences of the same prompt's request, itself included.
     length: tokens that exist, those still in flight on the device included.
     computed: tokens whose cache entries are written by steps already dispatched.
-    limit: most tokens, prompt and output.
+    reached: most tokens ever computed or found in the cache; computing below it is recomputation.
     slot: row of the engine state while running.
-    reached: most tokens ever computed; computing below it is recomputation.
+    boundary, next_boundary: the last prefix that is named in the index, and the next length that
+      will be.
+    preempted: whether it ran before and had to give its pages back.
+    passed: later sequences that were admitted while this one lacked pages.
+  """
+
+  def __init__(self, tokens: list[int], limit: int, order: tuple[int, int, int], chain: Chain):
+    self.order = order
+    self.tokens = tokens
+    self.prompt_length = len(tokens)
+    self.limit = limit
+    self.chain = chain
+    self.siblings: list[Scheduled] = [self]
+    self.length = len(tokens)
+    self.computed = 0
+    self.reached = 0
+    self.slot: int | None = None
+    self.boundary: Boundary | None = None
+    self.next_boundary = 0
+    self.preempted = False
+    self.passed = 0
+
+  @property
+  def remaining(self) -> int:
+    """Known tokens whose cache entries are not written yet; 1 means a decode row."""
+    return self.length - self.computed
+
+  @property
+  def in_flight(self) -> int:
+    """Tokens sampled on the device that the host has not read."""
+    return self.length - len(self.tokens)
+
+
+class Sequence(Scheduled):
+  """One of a request's n completions, with what makes its tokens and its text.
+
+  Attributes:
+    request, index: which completion of which request.
+    finish_reason: why it ended; None before.
+    arrived, last_token_at: on the engine's clock.
   """
 
   def __init__(
     self,
     request: Request,
     index: int,
-    order: tuple[int, int],
+    arrival: int,
     tokenizer: Tokenizer,
     limit: int,
+    chain: Chain,
     arrived: float,
   ):
+    super().__init__(
+      list(request.prompt_token_ids), limit, (request.priority, arrival, index), chain
+    )
     self.request = request
     self.index = index
-    self.order = order
-    self.tokens = list(request.prompt_token_ids)
-    self.prompt_length = len(self.tokens)
-    self.length = len(self.tokens)
-    self.computed = 0
-    self.reached = 0
-    self.limit = limit
-    self.slot: int | None = None
     self.finish_reason: str | None = None
     self.logprobs: list[TokenLogprobs] = []
     self.arrived = arrived
@@ -53,16 +94,6 @@ class Sequence:
     )
     self.bias = _bias(sampling, self.stop_ids, self.prompt_length)
     self.text = IncrementalDetokenizer(tokenizer, sampling.stop)
-
-  @property
-  def remaining(self) -> int:
-    """Known tokens whose cache entries are not written yet; 1 means a decode row."""
-    return self.length - self.computed
-
-  @property
-  def in_flight(self) -> int:
-    """Tokens sampled on the device that the host has not read."""
-    return self.length - len(self.tokens)
 
   def accept(self, token: int, logprobs: TokenLogprobs | None) -> None:
     """Appends a token that the host has read and decides whether it ends the sequence."""

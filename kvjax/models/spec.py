@@ -39,6 +39,10 @@ class Attention:
   scale: float
   qk_norm: bool = False
 
+  def __post_init__(self) -> None:
+    if self.retention.chunk is not None or self.retention.state:
+      raise ValueError(f"expected full or sliding-window attention, got {self.retention}")
+
   def leaves(self, dtype: str) -> tuple[Leaf, ...]:
     """What one token caches in this layer: key and value side by side in one array."""
     return (Leaf("kv", (self.kv_heads, 2 * self.head_dim), dtype),)
