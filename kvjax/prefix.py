@@ -8,8 +8,8 @@ hit of a prompt is the deepest live boundary on its path.
 
 Pages leave in two ways. The allocator evicts by stamp, per group; the boundaries that needed the
 page die, and pages that no live boundary needs any more lose their stamps at once, so that no
-cached page is out of reach of every later hit. Full-attention pages are needed by everything below them in
-the tree, pages of a window, a chunk or a state by the boundaries whose coverage has them.
+cached page is out of reach of every later hit. Full-attention pages are needed by everything below
+them in the tree, pages of a window, a chunk or a state by the boundaries whose coverage has them.
 
 Nothing here touches a device or a clock.
 """
@@ -248,8 +248,11 @@ class PrefixIndex:
         child = self._grow(deepest, following, key, pages, slot)
         if child is None:
           break
-      if not child.live:
-        self._revive(child, pages, slot)
+      if not child.live and self._revive(child, pages, slot):
+        # Pages that are back may have been the last that boundaries below lacked.
+        for below in [at for g in self._bounded for at in self._reading(child, self.layout[g])]:
+          if not below.live:
+            self._revive(below)
       deepest = child
       following = self.following(deepest.length)
     if deepest is not at:
@@ -354,11 +357,18 @@ class PrefixIndex:
     parent.holds += 1
     return child
 
-  def _revive(self, boundary: Boundary, pages: pages_lib.Pages, slot: int) -> None:
-    """Makes a boundary live if its bounded groups' pages are all there or in the sequence's row."""
+  def _reading(self, boundary: Boundary, g: GroupGeometry) -> list[Boundary]:
+    """Boundaries below that need pages of group g from before `boundary`."""
+    last = (boundary.length - 1) // g.page_size
+    return [at for child in boundary.children.values() for at in _within(child, g, last)]
+
+  def _revive(
+    self, boundary: Boundary, pages: pages_lib.Pages | None = None, slot: int = 0
+  ) -> bool:
+    """Makes a boundary live if its bounded groups' pages are all there or in a sequence's row."""
     wanted: list[tuple[int, int, Boundary, int]] = []  # group, logical, whose span, physical
     for i in self._bounded:
-      g, p = self.layout[i], pages[i]
+      g, p = self.layout[i], None if pages is None else pages[i]
       known: dict[int, int] = {}
       owner: dict[int, Boundary] = {}
       needed = g.coverage(boundary.length)
@@ -373,11 +383,11 @@ class PrefixIndex:
       for logical in needed:
         page = known.get(logical, NO_PAGE)
         if page == NO_PAGE:
-          if not p.first[slot] <= logical < p.last[slot]:
-            return
+          if p is None or not p.first[slot] <= logical < p.last[slot]:
+            return False
           page = int(p.table[slot, g.column(logical)])
           if page in self._where[i]:
-            return
+            return False
         wanted.append((i, logical, owner[logical], page))
     for i, logical, at, page in wanted:
       if page not in self._where[i]:
@@ -385,6 +395,7 @@ class PrefixIndex:
       self._uses[i][page] = self._uses[i].get(page, 0) + 1
     boundary.live = True
     boundary.holds += 1
+    return True
 
   def _record(self, group: int, boundary: Boundary, logical: int, page: int) -> None:
     boundary.pages[group][logical] = page

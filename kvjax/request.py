@@ -141,10 +141,14 @@ class Request:
   cache_salt: str | None = None
 
   def __post_init__(self) -> None:
-    low, high = -(2**31), 2**31 - 1
-    _check_number("priority", self.priority, int, low, high, "a 32-bit integer")
-    if self.cache_salt is not None and not (isinstance(self.cache_salt, str) and self.cache_salt):
-      raise RequestError("cache_salt", "a non-empty string", self.cache_salt)
+    check_serving(self.priority, self.cache_salt)
+
+
+def check_serving(priority: Any, cache_salt: Any) -> None:
+  """Raises RequestError for values that a Request does not take."""
+  _check_number("priority", priority, int, -(2**31), 2**31 - 1, "a 32-bit integer")
+  if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
+    raise RequestError("cache_salt", "a non-empty string", cache_salt)
 
 
 @dataclasses.dataclass(frozen=True)

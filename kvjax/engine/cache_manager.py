@@ -109,15 +109,25 @@ class CacheManager:
       padded(self.index.brought(hit)),
     )
 
+  def can_fork(self, lead: Scheduled) -> bool:
+    """Whether a running sequence has its prompt computed, nothing more, and still holds all that
+    its last prompt token reads: what came with a hit on the whole prompt may be less."""
+    if not self.forks or lead.slot is None or not lead.computed == lead.prompt_length > 1:
+      return False
+    last = lead.prompt_length - 1
+    return all(
+      p.first[lead.slot] <= g.first_page(last) and p.last[lead.slot] == g.pages_for(last + 1)
+      for g, p in zip(self.layout, self.pages, strict=True)
+    )
+
   def fork(self, lead: Scheduled, s: Scheduled, slot: int) -> None:
-    """Puts a sequence with the same prompt into a slot, sharing all pages of `lead`, whose prompt
-    is computed and nothing more; the last prompt token is computed again, for its own sampling."""
+    """Puts a sequence with the same prompt into a slot, sharing all pages of `lead` (`can_fork`);
+    the last prompt token is computed again, for its own sampling."""
     self.pages = pages_lib.fork(
       self.pages, np.array([lead.slot], np.int32), np.array([slot], np.int32)
     )
     s.slot, s.computed = slot, lead.prompt_length - 1
-    if self.index is not None:
-      assert lead.boundary is not None
+    if self.index is not None and lead.boundary is not None:
       s.boundary = self.index.pin(lead.boundary)
 
   def publish(self, sequences: list[Scheduled]) -> None:

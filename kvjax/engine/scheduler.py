@@ -207,12 +207,9 @@ class Scheduler:
 
   def _lead(self, s: Scheduled) -> Scheduled | None:
     """A sibling from which a fresh completion of the same prompt can fork now."""
-    if s.reached or not self.cache.forks:
+    if s.reached:
       return None
-    for other in s.siblings:
-      if other.slot is not None and other.computed == other.prompt_length > 1:
-        return other
-    return None
+    return next((other for other in s.siblings if self.cache.can_fork(other)), None)
 
   def _must_wait(self, s: Scheduled) -> bool:
     """Whether a running sequence is computing what this one could go on from."""
@@ -236,7 +233,7 @@ class Scheduler:
       return np.ones(len(self.layout), int)  # its own copy of the page of the last prompt token
     need = self.cache.needed(s, hit, self._step_tokens)
     if s.preempted and self.running:
-      growth = [g.pages_for(HEADROOM) * len(self.running) for g in self.layout]
+      growth = [g.pages_for(HEADROOM) * (len(self.running) + 1) for g in self.layout]
       # Never more than there is: what can run alone must be able to come back.
       need = np.minimum(need + growth, np.maximum([g.pages for g in self.layout], need))
     return need

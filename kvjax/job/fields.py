@@ -11,13 +11,16 @@ from typing import Any, Literal
 
 from kvjax.chat import check_text
 from kvjax.errors import RequestError
-from kvjax.request import MAX_LOGPROBS, SamplingParams
+from kvjax.request import MAX_LOGPROBS, SamplingParams, check_serving
 
 Style = Literal["native", "chat", "completions"]
 
 SAMPLING_FIELDS = frozenset(
   [field.name for field in dataclasses.fields(SamplingParams)] + ["max_completion_tokens"]
 )
+
+SERVING_FIELDS = frozenset(["priority", "cache_salt"])
+"""Fields of a line that say how it is served; they change no token."""
 
 # Parameters that would change the result and that nothing here honours, each with the values at
 # which it changes nothing. Null is neutral for all of them.
@@ -91,6 +94,13 @@ def read_sampling(
   sampling = dataclasses.replace(defaults, **given)
   _refuse_unsupported(fields, sampling)
   return sampling
+
+
+def read_serving(fields: Mapping[str, Any]) -> dict[str, Any]:
+  """`priority` and `cache_salt` as far as a line has them. Raises RequestError naming the field."""
+  given = {name: fields[name] for name in SERVING_FIELDS if fields.get(name) is not None}
+  check_serving(given.get("priority", 0), given.get("cache_salt"))
+  return given
 
 
 def _token_key(key: str) -> int:

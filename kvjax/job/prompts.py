@@ -16,10 +16,12 @@ from kvjax.errors import KvjaxError, RequestError, nearest, show
 from kvjax.job.fields import (
   NEUTRAL,
   SAMPLING_FIELDS,
+  SERVING_FIELDS,
   WITHOUT_EFFECT,
   Style,
   Unsupported,
   read_sampling,
+  read_serving,
   read_text,
   read_token_ids,
 )
@@ -31,8 +33,9 @@ _MAX_WARNED = 32  # different unknown fields that are reported; further ones are
 _URLS: Mapping[str, Style] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 _BATCH_FIELDS = frozenset(["custom_id", "method", "url", "body"])
 _PROMPT_FORMS = ("prompt", "prompt_token_ids", "messages")
-_NATIVE_FIELDS = frozenset(["id", *_PROMPT_FORMS]) | SAMPLING_FIELDS | NEUTRAL.keys()
-_COMMON_BODY = SAMPLING_FIELDS | NEUTRAL.keys() | WITHOUT_EFFECT
+_COMMON = SAMPLING_FIELDS | SERVING_FIELDS | NEUTRAL.keys()
+_NATIVE_FIELDS = frozenset(["id", *_PROMPT_FORMS]) | _COMMON
+_COMMON_BODY = _COMMON | WITHOUT_EFFECT
 _BODY_FIELDS: Mapping[Style, frozenset[str]] = {
   "chat": _COMMON_BODY | {"messages", "top_logprobs"},
   "completions": _COMMON_BODY | {"prompt"},
@@ -60,6 +63,7 @@ class PromptLine:
     prompt: text, token ids, or messages as `kvjax.chat.check_messages` returns them.
     sampling: what the line says over the configuration's defaults.
     model: the model's name as an OpenAI line gives it, else None.
+    priority, cache_salt: as in `kvjax.request.Request`.
   """
 
   number: int
@@ -68,6 +72,8 @@ class PromptLine:
   prompt: str | tuple[int, ...] | tuple[dict[str, Any], ...]
   sampling: SamplingParams
   model: str | None = None
+  priority: int = 0
+  cache_salt: str | None = None
 
 
 class BadLine(KvjaxError):
@@ -185,7 +191,7 @@ class LineParser:
     else:
       prompt = tuple(check_messages(fields["messages"]))
     sampling = read_sampling(fields, self._defaults, "native")
-    return PromptLine(number, name, "native", prompt, sampling)
+    return PromptLine(number, name, "native", prompt, sampling, **read_serving(fields))
 
   def _batch(self, number: int, name: LineId, style: Style, fields: dict[str, Any]) -> PromptLine:
     self._check_known(number, fields, _BATCH_FIELDS)
@@ -210,7 +216,7 @@ class LineParser:
     model = body.get("model")
     if model is not None and not isinstance(model, str):
       raise RequestError("model", "a string", model)
-    return PromptLine(number, name, style, prompt, sampling, model)
+    return PromptLine(number, name, style, prompt, sampling, model, **read_serving(body))
 
   def _check_known(self, number: int, fields: Mapping[str, Any], known: frozenset[str]) -> None:
     for field in sorted(fields.keys() - known):

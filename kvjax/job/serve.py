@@ -238,7 +238,12 @@ class Job:
         self.serving = self._start()
     try:
       request = Request(
-        name, encode_prompt(line, self.serving.tokenizer), line.sampling, default_seed=line.number
+        name,
+        encode_prompt(line, self.serving.tokenizer),
+        line.sampling,
+        default_seed=line.number,
+        priority=line.priority,
+        cache_salt=line.cache_salt,
       )
       self.serving.engine.add(request)
     except RequestError as error:
