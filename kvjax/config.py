@@ -73,6 +73,13 @@ class CacheConfig(Section):
   dtype: Literal["auto", "float32", "bfloat16"] = key(
     "auto", "type of keys and values in memory; auto: the model's"
   )
+  lengths: tuple[int, ...] = key(
+    (),
+    "typical tokens of a sequence (prompt and output), each as frequent as the others, by which "
+    "memory is divided over the groups; empty: all as long as fits",
+    1,
+    2**24,
+  )
   prefix_sharing: bool = key(True, "keep computed prefixes for later prompts that start alike")
   check_invariants: bool = key(
     False, "check the tables and the prefix index after every step: slow, for finding faults"

@@ -10,6 +10,7 @@ been processed. A *logical page* i covers the positions [i * page_size, (i + 1) 
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -155,6 +156,12 @@ class GroupGeometry:
     """Bytes of the whole pool."""
     return self.pages * self.page_bytes
 
+  @property
+  def most_pages(self) -> int:
+    """Pages of the largest pool that 32-bit indices can address."""
+    widest = max((math.prod(leaf.shape) for leaf in self.leaves), default=1)
+    return MAX_POOL_ELEMENTS // (self.page_size * widest)
+
   # Pages. These work on ints and on integer arrays of either namespace.
 
   def pages_for(self, length: Any) -> Any:
@@ -228,16 +235,33 @@ class GroupGeometry:
     """Most new pages that one sequence can need for `tokens` further tokens."""
     return min(self.pages_for(max(tokens - 1, 0)) + 1, self.pages_for(self.max_length))
 
-  def sequences(self, length: int) -> int:
-    """How many sequences of `length` tokens the pool holds at once without any shortfall.
+  def room(self, lengths: Sequence[int], sequences: float, step_tokens: int = 1) -> int:
+    """Pages for that many sequences at once, of `lengths` in turn, without any shortfall.
 
-    They come one after the other: while one computes its chunks of up to step_tokens, the others
-    decode, and hold one window each wherever it stands.
+    One of them computes chunks of up to the group's step_tokens while the others gain `step_tokens`
+    at most: they hold one window each, wherever it stands.
     """
-    peak = self.peak_pages(length)
-    if peak > self.pages:
+    each = sum(self.peak_pages(n, step_tokens) for n in lengths)
+    return self._chunk_pages(lengths, step_tokens) + math.ceil(sequences * each / len(lengths))
+
+  def sequences(self, *lengths: int) -> int:
+    """How many sequences of `lengths` in turn the pool holds at once, as `room` counts them."""
+    left = self.pages - self._chunk_pages(lengths, 1)
+    each = [self.peak_pages(n, 1) for n in lengths]
+    if left < 0:
       return 0
-    return 1 + (self.pages - peak) // self.peak_pages(length, 1)
+    rounds, left = divmod(left, sum(each))
+    count = rounds * len(each)
+    for pages in each:
+      if pages > left:
+        break
+      left -= pages
+      count += 1
+    return count
+
+  def _chunk_pages(self, lengths: Sequence[int], step_tokens: int) -> int:
+    """What a sequence that computes a whole chunk holds beyond one that gains `step_tokens`."""
+    return max(self.peak_pages(n) - self.peak_pages(n, step_tokens) for n in lengths)
 
   def longest(self, pages: int) -> int:
     """Most tokens that a sequence with `pages` pages to itself can reach, at most max_length."""
@@ -285,9 +309,9 @@ def sequence_bytes(layout: Layout, length: int) -> int:
   return sum(group.peak_pages(length) * group.page_bytes for group in layout)
 
 
-def concurrency(layout: Layout, length: int) -> int:
-  """How many sequences of `length` tokens the pools hold at once, see GroupGeometry.sequences."""
-  return min(group.sequences(length) for group in layout)
+def concurrency(layout: Layout, *lengths: int) -> int:
+  """How many sequences of `lengths` in turn the pools hold at once."""
+  return min(group.sequences(*lengths) for group in layout)
 
 
 def longest(layout: Layout) -> int:

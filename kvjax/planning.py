@@ -1,11 +1,12 @@
 """Planning: from a model and a cache declaration to the geometry of every group.
 
-The byte budget is divided so that the longest common length L of `max_sequences` concurrent
-sequences fits: each group gets the pages that those sequences really hold at length L, whole pages
-of its own size, and no group gets more than it could ever use.
+The byte budget is divided so that as many sequences as possible of the declared workload fit, up to
+`max_sequences`; without one the workload is sequences of one length, the longest at which all of
+them fit. Each group gets the pages that those sequences really hold, whole pages of its own size.
+What a given budget has left goes to all groups in proportion, for cached prefixes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 
@@ -30,6 +31,7 @@ def plan(
   max_sequences: int = 8,
   max_length: int | None = None,
   step_tokens: int = STEP_TOKENS,
+  shared_step: bool = False,
   dtype: str = "float32",
   available_bytes: int | None = None,
 ) -> Layout:
@@ -41,6 +43,8 @@ def plan(
     max_sequences: sequences that run at once.
     max_length: tokens per sequence, prompt and output; the model's context when None.
     step_tokens: most tokens that one sequence gains in one step (the prefill chunk).
+    shared_step: all sequences together gain at most that many in one step, as in the engine, so
+      that windows of one chunk at a time are enough.
     dtype: of the model; the cache has it too unless `cache.dtype` says otherwise.
     available_bytes: budget when `cache.memory_bytes` is None; measured when None.
 
@@ -81,23 +85,70 @@ def plan(
     budget = available_memory() if available_bytes is None else available_bytes
   budget -= sum(g.page_bytes * declared[g.name] for g in single if g.name in declared)
   planned = tuple(g for g in single if g.name not in declared)
-  length = _longest(planned, max_sequences, longest, budget)
-  counts = {g.name: max_sequences * g.peak_pages(length) for g in planned} if length else {}
-  if planned and not length:
-    # Not even one page each for all sequences: fewer run at once, sharing what there is.
-    counts = _few(planned, longest, budget)
+  spare = cache.memory_bytes is not None and cache.prefix_sharing
+  counts = _divide(
+    planned, _workload(cache, longest), max_sequences, longest, budget, spare, shared_step
+  )
   try:
     return tuple(geometry(group, declared.get(group.name) or counts[group.name]) for group in found)
   except ValueError as e:
     raise ConfigError(f"config.cache: {e}") from e
 
 
-def _longest(layout: Layout, sequences: int, longest: int, budget: int) -> int:
-  """Largest length at which that many sequences fit the budget together; 0 for none."""
-  low, high = 0, longest
+def _workload(cache: CacheConfig, longest: int) -> tuple[int, ...]:
+  too_long = [n for n in cache.lengths if n > longest]
+  if too_long:
+    raise ConfigError(
+      f"config.cache.lengths: expected at most model.max_length ({longest}), got {too_long}"
+    )
+  return cache.lengths
+
+
+def _divide(
+  layout: Layout,
+  lengths: tuple[int, ...],
+  sequences: int,
+  longest: int,
+  budget: int,
+  spare: bool,
+  shared_step: bool,
+) -> dict[str, int]:
+  """Pages of each group: `sequences` of `lengths` in turn, or as many as the budget holds; more
+  with `spare`. Without lengths, the longest common one."""
+  if not layout:
+    return {}
+
+  def pages(count: float, mix: tuple[int, ...]) -> dict[str, int]:
+    # Always room for one sequence of the longest kind, and never more than an index can address.
+    step = 1 if shared_step else layout[0].step_tokens
+    return {
+      g.name: min(max(g.room(mix, count, step), g.peak_pages(max(mix))), g.most_pages)
+      for g in layout
+    }
+
+  def fits(count: float, mix: tuple[int, ...]) -> bool:
+    found = pages(count, mix)
+    return sum(g.page_bytes * found[g.name] for g in layout) <= budget
+
+  if not lengths:
+    length = _most(lambda n: fits(sequences, (n,)), longest)
+    if not length:
+      # Not even one page each for all sequences: fewer run at once, sharing what there is.
+      return _few(layout, longest, budget)
+    lengths = (length,)
+  elif not fits(0, lengths):
+    return _few(layout, longest, budget)
+  # In quarters of a sequence: groups differ in how far the next whole one is.
+  most = max(4 * sequences, 4 * budget // max(sequence_bytes(layout, 1), 1) if spare else 0)
+  return pages(_most(lambda n: fits(n / 4, lengths), most) / 4, lengths)
+
+
+def _most(holds: Callable[[int], bool], high: int) -> int:
+  """Largest n in [1, high] for which `holds`, which is false from some n on; 0 for none."""
+  low = 0
   while low < high:
     middle = (low + high + 1) // 2
-    if sequences * sequence_bytes(layout, middle) <= budget:
+    if holds(middle):
       low = middle
     else:
       high = middle - 1
@@ -105,15 +156,14 @@ def _longest(layout: Layout, sequences: int, longest: int, budget: int) -> int:
 
 
 def _few(layout: Layout, longest: int, budget: int) -> dict[str, int]:
-  sequences = budget // max(sequence_bytes(layout, 1), 1)
-  if sequences < 1:
+  if sequence_bytes(layout, 1) > budget:
     sizes = ", ".join(f"{g.name}: {g.page_bytes} bytes per page" for g in layout)
     raise ConfigError(
       f"config.cache.memory_bytes: expected at least {sequence_bytes(layout, 1)} bytes, one page "
       f"in every group ({sizes}), got {budget}"
     )
   # One sequence gets all there is, so that as long a prompt as possible can be served.
-  length = _longest(layout, 1, longest, budget)
+  length = _most(lambda n: sequence_bytes(layout, n) <= budget, longest)
   return {g.name: g.peak_pages(length) for g in layout}
 
 
@@ -149,6 +199,7 @@ def plan_for(model: Model, config: Config) -> Layout:
     max_sequences=scheduler.max_sequences,
     max_length=config.model.max_length,
     step_tokens=max(scheduler.token_budget, scheduler.decode_steps),
+    shared_step=True,
     dtype=model.dtype,
   )
 

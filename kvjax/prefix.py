@@ -275,6 +275,14 @@ class PrefixIndex:
           for below in list(_within(boundary, g, logical)):
             self._die(below)
 
+  def touch(self, boundary: Boundary) -> None:
+    """Gives the pages of a live boundary new stamps, the last page of each group the lowest."""
+    brought = self.brought(boundary)
+    now = self.tick(max(map(len, brought)))
+    for changes, pages in zip(self._changes, brought, strict=True):
+      for age, page in enumerate(reversed(pages)):
+        changes[page] = now + age
+
   def clear(self) -> None:
     """Forgets everything; pages that nobody holds become free."""
     for root in list(self._roots.values()):

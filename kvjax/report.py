@@ -2,7 +2,15 @@
 
 from kvjax.config import Config
 from kvjax.engine.batching import shapes
-from kvjax.geometry import Layout, concurrency, longest, pool_bytes, sequence_bytes, token_bytes
+from kvjax.geometry import (
+  Layout,
+  concurrency,
+  longest,
+  pool_bytes,
+  sequence_bytes,
+  stride,
+  token_bytes,
+)
 from kvjax.models.spec import parameter_count
 from kvjax.planning import attention_implementations, plan_for
 from kvjax.weights.load import Model
@@ -68,11 +76,22 @@ def _groups(layout: Layout) -> list[str]:
   return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
+def _sharing(layout: Layout) -> str:
+  if not any(g.reusable for g in layout):
+    return "prefix  never shared: no group's pages can be reused"
+  step = stride(layout)
+  if step > layout[0].max_length:
+    sizes = ", ".join(f"{g.name}: {g.page_size}" for g in layout if g.reusable)
+    return f"prefix  never shared: no common multiple of the page sizes ({sizes}) fits a sequence"
+  return f"prefix  shared at every multiple of {step} tokens"
+
+
 def _fits(layout: Layout) -> list[str]:
   slots, most = layout[0].max_sequences, layout[0].max_length
   lines = [
     f"pools   {human(pool_bytes(layout))} in all; one more token takes {token_bytes(layout)} bytes "
     "until a window is full",
+    _sharing(layout),
     "fits    tokens each  sequences  bytes each  limited by",
   ]
   for length in sorted({n for n in _LENGTHS if n < most} | {most}):

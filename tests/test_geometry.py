@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvjax import geometry, pages
 from kvjax.config import SchedulerConfig
+from kvjax.engine.cache_manager import CacheManager
 from kvjax.engine.scheduler import Scheduler
 from kvjax.geometry import GroupGeometry, Leaf, Retention
 
@@ -76,7 +77,7 @@ def held(g: GroupGeometry, start: int, stop: int) -> int:
 def test_coverage_is_what_can_be_read_and_the_page_to_be_written(g: GroupGeometry):
   for length in range(g.max_length + 1):
     wanted = touched(g, readable(g, length))
-    if length % g.page_size:
+    if wanted and length % g.page_size:
       wanted |= touched(g, {length})  # partially filled: the next token goes there
     assert set(g.coverage(length)) == wanted
 
@@ -198,7 +199,8 @@ def test_concurrency_and_longest_of_a_layout_are_those_of_its_tightest_group():
 def test_a_long_request_needs_only_the_live_pages_of_a_sliding_group():
   layout = (group(16, pages=7, max_length=100), group(4, 8, pages=5, max_length=100))
   assert layout[1].pages_for(100) == 25
-  assert Scheduler(layout, SchedulerConfig(token_budget=8)).can_ever_fit(100) == {}
+  scheduler = Scheduler(CacheManager(layout), SchedulerConfig(token_budget=8))
+  assert scheduler.can_ever_fit(100) == {}
   tables = pages.init(layout, np)
   slot = np.zeros(1, np.int32)
   for start in range(0, 100, 8):
@@ -208,7 +210,7 @@ def test_a_long_request_needs_only_the_live_pages_of_a_sliding_group():
   assert tables[1].last[0] == 25
   # One page less is refused with the figures.
   small = (layout[0], dataclasses.replace(layout[1], pages=4))
-  figures = Scheduler(small, SchedulerConfig(token_budget=8)).can_ever_fit(100)
+  figures = Scheduler(CacheManager(small), SchedulerConfig(token_budget=8)).can_ever_fit(100)
   assert figures == {"sliding": (5, 4)}
 
 

@@ -185,6 +185,20 @@ class CacheManager:
     s.boundary, s.next_boundary, s.slot = None, 0, None
     self.check()
 
+  def touch(self, s: Scheduled) -> None:
+    """Makes what a waiting sequence could go on from the last to be evicted."""
+    hit = self.hit(s)
+    if hit is not None:
+      assert self.index is not None
+      self.index.touch(hit)
+      self.pages = self.index.flush(self.pages)
+
+  def retire(self, sequences: list[Scheduled]) -> None:
+    """Gives back what windows have passed of running sequences that compute nothing now."""
+    slots = np.array([s.slot for s in sequences], np.int32)
+    computed = np.array([s.computed for s in sequences], np.int32)
+    self.pages = pages_lib.retire(self.pages, self.layout, slots, computed)
+
   def reset(self, running: list[Scheduled]) -> None:
     """Forgets every cached prefix. What runs keeps its pages and names nothing any more."""
     if self.index is None:

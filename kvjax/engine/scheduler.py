@@ -131,6 +131,9 @@ class Scheduler:
       work = self._work()
       if not work:
         return None
+      if len(work) < len(self.running):
+        busy = {w.slot for w in work}
+        self.cache.retire([s for s in self.running if s.slot not in busy])
       slots = np.array([w.slot for w in work], np.int32)
       starts = np.array([w.start for w in work], np.int32)
       stops = starts + np.array([w.count for w in work], np.int32)
@@ -329,6 +332,10 @@ class Scheduler:
     slot = s.slot
     self.cache.give_back(s)
     bisect.insort(self._free_slots, slot)
+    # What has just ended may never be asked for; what was preempted will be.
+    for other in self.waiting[:_CANDIDATES]:
+      if other.preempted and not other.in_flight:
+        self.cache.touch(other)
 
 
 _order: Callable[[Scheduled], tuple[int, int, int]] = lambda s: s.order  # noqa: E731
