@@ -56,8 +56,18 @@ def gather(x: Array, index: Array) -> Array:
   return x.at[index].get(mode="clip")
 
 
+def gather2(x: Array, row: Array, column: Array) -> Array:
+  """x[row, column], broadcast; a row past the end reads the last one."""
+  if isinstance(x, np.ndarray):
+    return x[np.minimum(row, len(x) - 1), column]
+  return x.at[row, column].get(mode="clip")
+
+
 def _inside(x: np.ndarray, index: Any, values: Any) -> tuple[Any, Any]:
+  """Index and values without those past the end, which numpy would refuse."""
   index = index if isinstance(index, tuple) else (index,)
+  if index[0].size and all(i.max() < size for i, size in zip(index, x.shape, strict=False)):
+    return index, values
   index = np.broadcast_arrays(*index)
   values = np.broadcast_to(values, index[0].shape)
   inside = np.logical_and.reduce([i < size for i, size in zip(index, x.shape, strict=False)])

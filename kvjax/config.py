@@ -39,6 +39,11 @@ class ModelConfig(Section):
   dtype: Literal["auto", "float32", "bfloat16"] = key(
     "auto", "compute type; auto: bfloat16 where the device multiplies it natively, else float32"
   )
+  numerics: Literal["fast", "batch_invariant"] = key(
+    "fast",
+    "batch_invariant: every step has one shape and every token a row of its own, so that a "
+    "request's tokens depend on nothing around it in any dtype; slower",
+  )
   max_length: int | None = key(
     None, "tokens of prompt and output per sequence; None: the model's context", 1, 2**24
   )
@@ -246,6 +251,17 @@ class Config(Section):
   prompts: tuple[str | dict, ...] = dataclasses.field(
     default=(), hash=False, metadata={"rule": _PROMPTS_RULE}
   )
+
+  def problems(self, key: str) -> Iterator[str]:
+    yield from super().problems(key)
+    model, scheduler = self.model, self.scheduler
+    if not isinstance(model, ModelConfig) or not isinstance(scheduler, SchedulerConfig):
+      return
+    if model.numerics == "batch_invariant" and scheduler.decode_steps > 1:
+      yield (
+        f"{key}.scheduler.decode_steps: expected 1 with {key}.model.numerics=batch_invariant, "
+        f"got {scheduler.decode_steps}"
+      )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -127,11 +127,12 @@ def retire(pages: Pages, layout: Layout, slots: Array, lengths: Array) -> Pages:
     if _nowhere(passed):
       out.append(p)
       continue
-    p = _drop(p, slots, passed, keep)
+    passed, rows, first, last, keep = _narrow(passed, slots, first, last, keep)
+    p = _drop(p, rows, passed, keep)
     out.append(
       p.replace(
-        first=arrays.scatter_set(p.first, slots, xp.where(passed, keep, first)),
-        last=arrays.scatter_set(p.last, slots, xp.where(passed, xp.maximum(last, keep), last)),
+        first=arrays.scatter_set(p.first, rows, xp.where(passed, keep, first)),
+        last=arrays.scatter_set(p.last, rows, xp.where(passed, xp.maximum(last, keep), last)),
       )
     )
   return tuple(out)
@@ -275,8 +276,7 @@ def _want(
   inside = valid[:, None] & (logical < end[:, None])
   held = inside & (logical >= first[:, None]) & (logical < last[:, None])
   new = inside & ~held
-  physical = arrays.gather(p.table, slots)[xp.arange(len(slots))[:, None], g.column(logical)]
-  physical = xp.where(held, physical, NO_PAGE)
+  physical = xp.where(held, arrays.gather2(p.table, slots[:, None], g.column(logical)), NO_PAGE)
   # A stamp counts as a holder that never writes.
   holders = arrays.gather(p.refs, physical) + (arrays.gather(p.stamp, physical) > 0)
   holders = xp.where(held, holders, 0)
@@ -289,7 +289,10 @@ def _want(
   # whatever the pool holds.
   beyond = (end - begin - m, end - first - p.table.shape[1], first - begin, begin - last)
   outside = sum(xp.where(valid, xp.maximum(cells, 0), 0).sum() for cells in beyond)
-  lacking = xp.maximum((new | copy).sum() - (p.refs == 0).sum(), 0)
+  wanted = new | copy
+  if _nowhere(wanted):
+    return logical, new, copy, outside
+  lacking = xp.maximum(wanted.sum() - (p.refs == 0).sum(), 0)
   return logical, new, copy, outside + lacking
 
 
@@ -299,18 +302,27 @@ def _take(
   """Gives pages that nobody holds to the cells `new | copy` [n, m] of one group."""
   xp = arrays.namespace(p.refs)
   take = new | copy
-  nothing = xp.full(take.shape, NO_PAGE, xp.int32)
+  nothing = xp.full((take.size,), NO_PAGE, xp.int32)
+  copies = Copies(source=nothing, target=nothing)
   if _nowhere(take):
-    return p, Copies(source=nothing.reshape(-1), target=nothing.reshape(-1))
+    return p, copies
+  copying = not _nowhere(copy)
+  if not copying:
+    _, slots, logical, new, take = _narrow(take.any(-1), slots, logical, new, take)
   rank = xp.cumsum(take.reshape(-1)).reshape(take.shape)
   candidates = _candidates(p, rank.reshape(-1)[-1])
   fresh = xp.where(take, arrays.gather(candidates, rank - 1), NO_PAGE).astype(xp.int32)
   column = g.column(logical)
-  old = arrays.gather(p.table, slots)[xp.arange(len(slots))[:, None], column]
-  old = xp.where(copy, old, NO_PAGE)
   row = xp.where(take, slots[:, None], len(p.table))
   refs = arrays.scatter_add(p.refs, fresh, 1)
-  refs = arrays.scatter_add(refs, old, -1)
+  if copying:
+    old = xp.where(copy, arrays.gather2(p.table, slots[:, None], column), NO_PAGE)
+    refs = arrays.scatter_add(refs, old, -1)
+    targets = xp.where(copy, fresh, NO_PAGE)
+    copies = Copies(source=old.reshape(-1), target=targets.reshape(-1))
+  stamp = p.stamp
+  if not _nowhere(arrays.gather(stamp, fresh) > 0):
+    stamp = arrays.scatter_set(stamp, fresh, 0)
   last = xp.maximum(
     arrays.gather(p.last, slots), xp.where(new, logical + 1, 0).max(-1).astype(xp.int32)
   )
@@ -318,9 +330,9 @@ def _take(
     table=arrays.scatter_set(p.table, (row, column), fresh),
     last=arrays.scatter_set(p.last, slots, last),
     refs=refs,
-    stamp=arrays.scatter_set(p.stamp, fresh, 0),
+    stamp=stamp,
   )
-  return p, Copies(source=old.reshape(-1), target=xp.where(copy, fresh, NO_PAGE).reshape(-1))
+  return p, copies
 
 
 def _candidates(p: GroupPages, count: Array) -> Array:
@@ -393,6 +405,13 @@ def _row(p: GroupPages, slots: Array, values: Array) -> tuple[tuple[Array, Array
 def _nowhere(mask: Array) -> bool:
   """True when a numpy mask is empty, to skip work on the host; a traced mask is never known."""
   return isinstance(mask, np.ndarray) and not mask.any()
+
+
+def _narrow(which: Array, *rows: Array) -> tuple[Array, ...]:
+  """(which, *rows) without the rows where a numpy mask [n] is False, to save work on the host."""
+  if not isinstance(which, np.ndarray) or which.all():
+    return (which, *rows)
+  return (which[which], *(x[which] for x in rows))
 
 
 def _rank(values: Array, xp: Any) -> Array:

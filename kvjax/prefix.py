@@ -101,11 +101,22 @@ class Boundary:
     pages: for each group, logical -> physical page of those whose last token lies after the
       parent's length: of a full group all of them, of another one those that live boundaries need.
     live: whether a sequence can go on from here.
+    brought: while live, for each group that is not full the physical pages int32 of its coverage.
     holds: reasons to stay in the tree: being live, children in it, sequences that stand here.
     attached: whether it is in the tree.
   """
 
-  __slots__ = ("attached", "children", "holds", "key", "length", "live", "pages", "parent")
+  __slots__ = (
+    "attached",
+    "brought",
+    "children",
+    "holds",
+    "key",
+    "length",
+    "live",
+    "pages",
+    "parent",
+  )
 
   def __init__(self, length: int, key: bytes, parent: "Boundary | None", groups: int):
     self.length = length
@@ -114,6 +125,7 @@ class Boundary:
     self.children: dict[bytes, Boundary] = {}
     self.pages: list[dict[int, int]] = [{} for _ in range(groups)]
     self.live = False
+    self.brought: dict[int, np.ndarray] = {}
     self.holds = 0
     self.attached = True
 
@@ -149,7 +161,8 @@ class PrefixIndex:
     self._roots: dict[bytes, Boundary] = {}
     # Which boundary records a page, and as which logical page.
     self._where: list[dict[int, tuple[Boundary, int]]] = [{} for _ in layout]
-    self._uses: list[dict[int, int]] = [{} for _ in layout]  # live boundaries per bounded page
+    # Live boundaries that need a page, of the groups that are not full.
+    self._uses = [np.zeros(g.pages, np.int32) for g in layout]
     self._changes: list[dict[int, int]] = [{} for _ in layout]  # stamps to be set
 
   # Reading.
@@ -191,13 +204,11 @@ class PrefixIndex:
     )
 
   def _brought(self, boundary: Boundary, group: int) -> list[int]:
-    needed = self.layout[group].coverage(boundary.length)
-    found: dict[int, int] = {}
-    for at in boundary.path():
-      if len(found) == len(needed):
-        break
-      found.update((i, page) for i, page in at.pages[group].items() if i in needed)
-    return [found[i] for i in needed]
+    if group in boundary.brought:
+      pages: list[int] = boundary.brought[group].tolist()
+      return pages
+    spans = [list(at.pages[group].values()) for at in boundary.path()]
+    return [page for span in reversed(spans) for page in span]
 
   # Writing.
 
@@ -314,7 +325,7 @@ class PrefixIndex:
       named = np.flatnonzero(p.stamp)
       assert set(named.tolist()) == set(self._where[i]), f"{g.name}: names and stamps differ"
     seen = 0
-    used: list[dict[int, int]] = [{} for _ in self.layout]
+    used = [np.zeros(g.pages, np.int32) for g in self.layout]
     stack = list(self._roots.values())
     while stack:
       at = stack.pop()
@@ -329,10 +340,12 @@ class PrefixIndex:
         assert list(at.pages[i]) == list(range(g.pages_for(start), g.pages_for(at.length)))
       if at.live:
         for i in self._bounded:
-          for page in self._brought(at, i):
-            used[i][page] = used[i].get(page, 0) + 1
+          assert (at.brought[i] == self._known(at, i)).all(), "a live boundary lacks pages"
+          used[i][at.brought[i]] += 1
     assert seen == sum(map(len, self._where)), "pages are recorded outside the tree"
-    assert used == self._uses, "the uses of pages differ from the live boundaries"
+    assert all(map(np.array_equal, used, self._uses)), (
+      "the uses of pages differ from the live boundaries"
+    )
 
   # The tree.
 
@@ -374,36 +387,64 @@ class PrefixIndex:
     self, boundary: Boundary, pages: pages_lib.Pages | None = None, slot: int = 0
   ) -> bool:
     """Makes a boundary live if its bounded groups' pages are all there or in a sequence's row."""
-    wanted: list[tuple[int, int, Boundary, int]] = []  # group, logical, whose span, physical
+    found: dict[int, np.ndarray] = {}
+    fresh: list[tuple[int, int, int]] = []  # group, logical, physical page of the row
     for i in self._bounded:
-      g, p = self.layout[i], None if pages is None else pages[i]
-      known: dict[int, int] = {}
-      owner: dict[int, Boundary] = {}
-      needed = g.coverage(boundary.length)
-      for at in boundary.path():
-        for logical, page in at.pages[i].items():
-          known[logical] = page
-        start = 0 if at.parent is None else at.parent.length
-        for logical in range(start // g.page_size, at.length // g.page_size):
-          owner[logical] = at
-        if start // g.page_size <= needed.start:
-          break
-      for logical in needed:
-        page = known.get(logical, NO_PAGE)
-        if page == NO_PAGE:
-          if p is None or not p.first[slot] <= logical < p.last[slot]:
+      known = self._known(boundary, i)
+      if -1 in known:
+        if pages is None:
+          return False
+        g, p = self.layout[i], pages[i]
+        first = g.coverage(boundary.length).start
+        for at in np.flatnonzero(known < 0).tolist():
+          logical = first + at
+          if not p.first[slot] <= logical < p.last[slot]:
             return False
-          page = int(p.table[slot, g.column(logical)])
+          known[at] = page = int(p.table[slot, g.column(logical)])
           if page in self._where[i]:
             return False
-        wanted.append((i, logical, owner[logical], page))
-    for i, logical, at, page in wanted:
-      if page not in self._where[i]:
-        self._record(i, at, logical, page)
-      self._uses[i][page] = self._uses[i].get(page, 0) + 1
+          fresh.append((i, logical, page))
+      found[i] = known
+    for i, logical, page in fresh:
+      self._record(i, self._owner(boundary, i, logical), logical, page)
+    for i, known in found.items():
+      self._uses[i][known] += 1
+    boundary.brought = found
     boundary.live = True
     boundary.holds += 1
     return True
+
+  def _known(self, boundary: Boundary, group: int) -> np.ndarray:
+    """Physical pages of a boundary's coverage as far as the index has them, -1 for the others."""
+    g = self.layout[group]
+    needed = g.coverage(boundary.length)
+    out = np.full(len(needed), -1, np.int32)
+    parent = boundary.parent
+    if parent is not None and parent.live:
+      # The parent's coverage, moved on: all but what lies in this boundary's own span.
+      first = g.coverage(parent.length).start
+      common = parent.brought[group][max(needed.start - first, 0) :]
+      out[: len(common)] = common[: len(out)]
+      sources = [boundary]
+    else:
+      sources = []
+      for at in boundary.path():
+        sources.append(at)
+        if at.length <= needed.start * g.page_size:
+          break
+    for at in sources:
+      for logical, page in at.pages[group].items():
+        if logical in needed:
+          out[logical - needed.start] = page
+    return out
+
+  def _owner(self, boundary: Boundary, group: int, logical: int) -> Boundary:
+    """The boundary in whose span a page of its coverage ends."""
+    end = (logical + 1) * self.layout[group].page_size
+    for at in boundary.path():
+      if at.parent is None or at.parent.length < end:
+        return at
+    raise AssertionError("a page before the root")
 
   def _record(self, group: int, boundary: Boundary, logical: int, page: int) -> None:
     boundary.pages[group][logical] = page
@@ -420,12 +461,12 @@ class PrefixIndex:
     if not boundary.live:
       return
     boundary.live = False
-    for i in self._bounded:
-      for page in self._brought(boundary, i):
-        self._uses[i][page] -= 1
-        if not self._uses[i][page]:
-          del self._uses[i][page]
-          self._forget(i, page)
+    for i, pages in boundary.brought.items():
+      uses = self._uses[i]
+      uses[pages] -= 1
+      for page in pages[uses[pages] == 0].tolist():
+        self._forget(i, page)
+    boundary.brought = {}
     if prune:
       self._let_go(boundary)
     else:

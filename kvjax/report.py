@@ -40,7 +40,7 @@ def plan_report(model: Model, config: Config) -> str:
     describe(layout),
     "",
     "compiled shapes (each when first met, then kept in the compilation cache)",
-    *(f"  {shape}" for shape in shapes(scheduler)),
+    *(f"  {shape}" for shape in shapes(scheduler, config.model.numerics == "batch_invariant")),
   ]
   return "\n".join(lines)
 

@@ -8,6 +8,7 @@ import numpy as np
 from kvjax.config import SchedulerConfig
 from kvjax.engine.scheduler import Plan
 from kvjax.engine.sequence import Scheduled, Sequence
+from kvjax.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from kvjax.sampling import Sampling
 from kvjax.state import FROM_STATE
 from kvjax.steps import Batch
@@ -24,8 +25,11 @@ class Shape:
   query_block: int
   bias_entries: int
   steps: int
+  sampled_rows: int
 
   def __str__(self) -> str:
+    if self.sampled_rows < self.decode_rows:
+      return f"{self.decode_rows} rows of any kind, {self.sampled_rows} of them sampled"
     text = f"{self.decode_rows} decode rows"
     if self.prefill_blocks:
       text += f" + {self.prefill_blocks} × {self.query_block} prefill rows"
@@ -54,21 +58,34 @@ def prefill_buckets(config: SchedulerConfig) -> tuple[int, ...]:
   return (1, most) if most > 1 else (1,)
 
 
-def shapes(config: SchedulerConfig) -> tuple[Shape, ...]:
+def shapes(config: SchedulerConfig, invariant: bool = False) -> tuple[Shape, ...]:
   """Every shape that a run without logit biases can meet.
 
   A step with prefill pads its decode rows to none or all, since its cost is that of the prompt.
   """
+  if invariant:
+    return (invariant_shape(config),)
   most = config.max_sequences
   block = config.query_block
   steps = sorted({1, config.decode_steps})
-  decode = [Shape(d, 0, block, 0, k) for k in steps for d in decode_buckets(config)]
-  mixed = [Shape(d, n, block, 0, 1) for d in (0, most) for n in prefill_buckets(config)]
+  decode = [Shape(d, 0, block, 0, k, d) for k in steps for d in decode_buckets(config)]
+  mixed = [Shape(d, n, block, 0, 1, d + n) for d in (0, most) for n in prefill_buckets(config)]
   return tuple(decode + mixed)
 
 
-def shape_of(plan: Plan, config: SchedulerConfig) -> Shape:
+def invariant_shape(config: SchedulerConfig) -> Shape:
+  """The one shape of batch-invariant runs: a row for every sequence and every prompt token of a
+  step, each attending by itself, so that products and sums are the same whoever else is there."""
+  rows = config.max_sequences + config.token_budget
+  entries = config.max_sequences * (MAX_LOGIT_BIAS + 2 * MAX_STOP_TOKEN_IDS)
+  entries = next((size for size in _BIAS_BUCKETS if size >= entries), entries)
+  return Shape(rows, 0, config.query_block, entries, 1, config.max_sequences)
+
+
+def shape_of(plan: Plan, config: SchedulerConfig, invariant: bool = False) -> Shape:
   """The smallest listed shape that holds a plan."""
+  if invariant:
+    return invariant_shape(config)
   block = config.query_block
   blocks = sum(-(-w.count // block) for w in plan.prefill)
   entries = sum(len(_sequence(w.sequence).bias[0]) for w in (*plan.decode, *plan.prefill))
@@ -79,7 +96,7 @@ def shape_of(plan: Plan, config: SchedulerConfig) -> Shape:
     rows = _bucket(decode_buckets(config), len(plan.decode))
   # Only two numbers of decode steps are compiled: a call may do more than its rows still need.
   steps = config.decode_steps if plan.steps > 1 else 1
-  return Shape(rows, blocks, block, _bucket(_BIAS_BUCKETS, entries), steps)
+  return Shape(rows, blocks, block, _bucket(_BIAS_BUCKETS, entries), steps, rows + blocks)
 
 
 def _bucket(sizes: tuple[int, ...], n: int) -> int:
@@ -148,6 +165,8 @@ def build(plan: Plan, shape: Shape, sampling: SlotSampling) -> tuple[Batch, np.n
   """
   for admission in plan.admitted:
     sampling.fill(_sequence(admission.sequence), admission.slot)
+  if shape.sampled_rows < shape.decode_rows:
+    return _build_rows(plan, shape, sampling)
   d, block = shape.decode_rows, shape.query_block
   rows = d + shape.prefill_blocks * block
   tokens = np.zeros(rows, np.int32)
@@ -191,6 +210,44 @@ def build(plan: Plan, shape: Shape, sampling: SlotSampling) -> tuple[Batch, np.n
     query_block=block,
   )
   return batch, stops, where
+
+
+def _build_rows(
+  plan: Plan, shape: Shape, sampling: SlotSampling
+) -> tuple[Batch, np.ndarray, list[int]]:
+  """`build` for batch-invariant shapes: prompt tokens are rows like those that decode."""
+  rows, most = shape.decode_rows, shape.sampled_rows
+  tokens, positions = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+  slots = np.full(rows, sampling.slots, np.int32)
+  sampled = np.full(most, rows, np.int32)
+  sampled_slots = np.full(most, sampling.slots, np.int64)
+  where, at = [], 0
+  # Neighbouring rows share a loop over keys, so rows of like length stand together.
+  work = (*plan.decode, *plan.prefill)
+  begin = [0] * len(work)
+  for i in sorted(range(len(work)), key=lambda i: work[i].start):
+    begin[i], at = at, at + work[i].count
+  for i, w in enumerate(work):
+    part = slice(begin[i], begin[i] + w.count)
+    known = w.sequence.tokens[w.start : w.start + w.count]
+    tokens[part] = known if len(known) == w.count else FROM_STATE
+    slots[part] = w.slot
+    positions[part] = np.arange(w.start, w.start + w.count)
+    where.append(i)
+    if w.samples:
+      sampled[i] = part.stop - 1
+      sampled_slots[i] = w.slot
+  bias = _bias(plan, where, shape.bias_entries, most)
+  batch = Batch(
+    tokens=tokens,
+    slots=slots,
+    positions=positions,
+    sampled=sampled,
+    sampling=sampling.rows(sampled_slots, bias),
+    decode_rows=rows,
+    query_block=shape.query_block,
+  )
+  return batch, np.zeros(rows, np.int32), where
 
 
 def _bias(plan: Plan, where: list[int], entries: int, rows: int) -> tuple[np.ndarray, ...]:

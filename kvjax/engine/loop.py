@@ -48,6 +48,7 @@ class Engine:
     cache = config.cache
     self._cache = CacheManager(self.layout, cache.prefix_sharing, cache.check_invariants)
     self._scheduler = Scheduler(self._cache, config.scheduler)
+    self._invariant = config.model.numerics == "batch_invariant"
     self._namespace = namespace(f"{model.source} {model.dtype} {model.spec}", self.layout)
     self._executor = Executor(
       model.params,
@@ -102,7 +103,7 @@ class Engine:
     done, self._aborted = self._aborted, []
     if plan is not None:
       self._count(plan)
-      shape = shape_of(plan, self.config.scheduler)
+      shape = shape_of(plan, self.config.scheduler, self._invariant)
       if previous is not None and shape not in self._executor.compiled:
         # Read first: a step that a compilation ran beside could not be timed.
         done += self._read(previous)
