@@ -288,7 +288,7 @@ def _want(
   # Cells past the static grid or the row, given back before, or after a gap could not be served
   # whatever the pool holds.
   beyond = (end - begin - m, end - first - p.table.shape[1], first - begin, begin - last)
-  outside = sum(xp.where(valid, xp.maximum(cells, 0), 0).sum() for cells in beyond)
+  outside = (valid * xp.maximum(xp.stack(beyond), 0)).sum()
   wanted = new | copy
   if _nowhere(wanted):
     return logical, new, copy, outside
@@ -369,12 +369,18 @@ def _restamp(p: GroupPages, slots: Array, now: Array | int) -> GroupPages:
 def _drop(p: GroupPages, slots: Array, which: Array, keep: Array) -> GroupPages:
   """Gives back the pages below logical page keep[i] of slots[i] where which[i] (tables, refs)."""
   xp = arrays.namespace(p.refs)
-  logical = _logical(p, slots)
-  drop = which[:, None] & _held(p, slots) & (logical < keep[:, None])
-  rows = arrays.gather(p.table, slots)
+  first, width = arrays.gather(p.first, slots), p.table.shape[1]
+  stop = xp.where(which, xp.minimum(keep, arrays.gather(p.last, slots)), first)
+  most = width
+  if isinstance(stop, np.ndarray):  # the host knows how few they are
+    most = max(int((stop - first).max(initial=0)), 0)
+  logical = first[:, None] + xp.arange(most, dtype=xp.int32)
+  drop = logical < stop[:, None]
+  row, column = xp.where(drop, slots[:, None], len(p.first)), logical % width
+  pages = xp.where(drop, arrays.gather2(p.table, slots[:, None], column), NO_PAGE)
   return p.replace(
-    table=arrays.scatter_set(p.table, *_row(p, slots, xp.where(drop, NO_PAGE, rows))),
-    refs=arrays.scatter_add(p.refs, xp.where(drop, rows, NO_PAGE), -1),
+    table=arrays.scatter_set(p.table, (row, column), NO_PAGE),
+    refs=arrays.scatter_add(p.refs, pages, -1),
   )
 
 

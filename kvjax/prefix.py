@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvjax import pages as pages_lib
-from kvjax.geometry import NO_PAGE, GroupGeometry, Layout, hash_unit, resumable, stride
+from kvjax.geometry import GroupGeometry, Layout, hash_unit, resumable, stride
 
 _MAX_STAMP = 2**30  # then stamps are counted from 1 again
 

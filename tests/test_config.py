@@ -57,6 +57,7 @@ BAD = [
   ("model.dtype", None),
   ("model.max_length", 0),
   ("model.max_length", 2.0),
+  ("model.numerics", "exact"),
   ("cache.page_size", 0),
   ("cache.page_size", -16),
   ("cache.page_size", 65537),

@@ -53,7 +53,12 @@ def test_no_samples_and_no_time():
 
 def test_figures_are_json_and_rates_have_a_time():
   m = Metrics(
-    prompt_tokens=280, recomputed_tokens=20, decode_tokens=80, seconds=4.0, prefill_seconds=1.5
+    prompt_tokens=280,
+    prompt_tokens_by_source={"computed": 250, "cached": 30},
+    recomputed_tokens=50,
+    decode_tokens=80,
+    seconds=4.0,
+    prefill_seconds=1.5,
   )
   m.time_to_first_token.add(0.25)
   figures = json.loads(json.dumps(m.figures()))
@@ -72,6 +77,7 @@ def test_every_counter_is_in_the_figures():
     prompt_tokens=1,
     prompt_tokens_by_source={"computed": 2},
     recomputed_tokens=3,
+    restored_tokens=4,
     decode_tokens=5,
     discarded_tokens=6,
     steps=7,
@@ -83,6 +89,7 @@ def test_every_counter_is_in_the_figures():
     "prompt_tokens",
     "prompt_tokens_by_source",
     "recomputed_tokens",
+    "restored_tokens",
     "prefill_tokens",
     "decode_tokens",
     "discarded_tokens",
@@ -91,7 +98,7 @@ def test_every_counter_is_in_the_figures():
     "preemptions",
     "completions",
   ]
-  assert [figures[n] for n in names] == [1, {"computed": 2}, 3, 1 + 3, 5, 6, 7, 8, 9, 10]
+  assert [figures[n] for n in names] == [1, {"computed": 2}, 3, 4, 2 + 3, 5, 6, 7, 8, 9, 10]
 
 
 def test_waste_is_the_share_of_slots_without_a_token():

@@ -432,10 +432,87 @@ def test_check_finds_what_is_wrong():
     "reference counts": {"refs": refs + (np.arange(9) == 8)},
     "twice": {"table": np.where(np.arange(6) == 1, table[:, :1], table)},
     "names no page": {"last": tables[0].last + 1},
-    "does not hold": {"last": tables[0].last - 1},
+    "does not hold": {"last": tables[0].last - [1, 1, 0, 0]},
+    "ends before": {"last": tables[0].last - 9},
+    "stamp": {"stamp": tables[0].stamp - 1},
     "more pages than its row": {"last": tables[0].last + 7},
   }
   for words, fields in cases.items():
     with pytest.raises(AssertionError, match=words):
       pages.check(broken(tables, **fields), layout)
   pages.check(tables, layout)
+
+
+def stamped(tables: pages.Pages, stamps: list[int]) -> pages.Pages:
+  which = np.flatnonzero(stamps).astype(np.int32)
+  return pages.stamp(tables, (which,), (np.array(stamps, np.int32)[which],))
+
+
+def test_free_pages_are_taken_first_then_cached_ones_by_stamp():
+  layout = (group(4, None, 6),)
+  for xp in (np, jnp):
+    tables = stamped(pages.init(layout, xp), [5, 0, 3, 9, 0, 7])
+    after, _, short = pages.reserve(
+      tables, layout, xp.asarray(int32(0)), xp.asarray(int32(0)), xp.asarray(int32(20)), 20
+    )
+    assert short.tolist() == [0]
+    assert np.asarray(after[0].table)[0, :5].tolist() == [1, 4, 2, 0, 5]
+    assert np.asarray(after[0].stamp).tolist() == [0, 0, 0, 9, 0, 0]
+    if xp is np:
+      assert [x.tolist() for x in pages.evicted(tables, after)] == [[0, 2, 5]]
+      pages.check(after, layout)
+
+
+def test_a_stamped_page_is_copied_before_it_is_written():
+  layout = (group(4, None, 6),)
+  tables = filled(layout, 6)
+  page = int(tables[0].table[0, 1])
+  tables = stamped(tables, [3 * (i == page) for i in range(6)])
+  after, copies, _ = pages.reserve(tables, layout, int32(0), int32(6), int32(7))
+  assert copies[0].source.tolist()[0] == page
+  assert after[0].stamp[page] == 3
+  assert after[0].refs[page] == 0
+
+
+def test_release_renews_stamps_tail_first_and_never_lowers_them():
+  layout = (group(4, None, 9),)
+  tables = filled(layout, 16)
+  row = tables[0].table[0, :4]
+  which = np.zeros(9, int)
+  which[row[:3]] = [1, 1, 99]
+  tables = pages.release(stamped(tables, which.tolist()), int32(0), 50)
+  assert tables[0].stamp[row].tolist() == [53, 52, 99, 0]
+  assert pages.describe(tables, layout) == {"full": {"used": 0, "cached": 3, "free": 6, "total": 9}}
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_share_is_the_same_on_host_and_device_and_counts(data):
+  """Slots that go on from pages of another one, in every kind of group."""
+  layout = JITTED[1]
+  tables = pages.init(layout, np)
+  length = data.draw(st.integers(1, 3)) * 5
+  for start in range(0, length, 5):
+    tables, _, short = pages.reserve(tables, layout, int32(0), int32(start), int32(start + 5))
+    assert not short.any()
+  tables = pages.retire(tables, layout, int32(0), int32(length))
+  brought = []
+  for g, p in zip(layout, tables, strict=True):
+    rows = [int(p.table[0, g.column(i)]) for i in g.coverage(length)]
+    pad = [NO_PAGE] * data.draw(st.integers(0, 2))
+    brought.append(np.array([rows + pad, rows + pad], np.int32))
+  slots, lengths = int32(2, SLOTS), int32(length, length)
+  after = pages.share(tables, layout, slots, lengths, tuple(brought))
+  pages.check(after, layout)
+  device = jax.jit(lambda p, *args: pages.share(p, layout, *args))
+  other = device(jax.tree.map(jnp.asarray, tables), slots, lengths, tuple(brought))
+  jax.tree.map(Run.same, after, other)
+  for g, p in zip(layout, after, strict=True):
+    held = [int(p.table[2, g.column(i)]) for i in range(p.first[2], p.last[2])]
+    assert held == [int(p.table[0, g.column(i)]) for i in g.coverage(length)]
+  # It goes on, and gives back exactly what it held.
+  more, _, short = pages.reserve(after, layout, int32(2), int32(length), int32(length + 3))
+  if not short.any():
+    pages.check(more, layout)
+  back = pages.release(more, int32(2))
+  assert (pages.available(back) == pages.available(tables)).all()

@@ -339,3 +339,31 @@ def test_reset_forgets_everything():
   assert found(d, [1] * 20) == 0  # computed before the reset, in part
   serve(d, [1] * 20)
   assert found(d, [1] * 20) == 16
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_predicted_pages_are_those_that_are_taken(seed):
+  """With a hit or without: never fewer than what a lone prompt takes, and exact for full groups."""
+  rng = random.Random(seed)
+  layout = random_layout(rng, slots=2, longest=48, step=rng.choice([3, 16, 48]))
+  d = Driver(layout, config(2, layout[0].step_tokens))
+  stem = [rng.randrange(3) for _ in range(24)]
+  d.add([*stem, 1, 2], 3)
+  d.drain()
+  prompt = stem[: rng.randint(4, 24)] + [rng.randrange(3) for _ in range(rng.randint(1, 16))]
+  for p in (prompt, [2, 2, 1, *prompt][:47]):
+    (s,) = d.add(p, 1)
+    hit = d.cache.hit(s)
+    predicted = d.cache.needed(s, hit, d.scheduler._step_tokens)
+    before, least = d.cache.available(), d.cache.available()
+    while s.slot is not None or s in d.scheduler.waiting:
+      plan = d.step()
+      if plan is not None:  # its tables are those before the sequence has left
+        refs = [(t.refs > 0).sum() for t in plan.pages]
+        least = [min(a, g.pages - n) for a, g, n in zip(least, layout, refs, strict=True)]
+    d.drain()
+    for g, most, was, then in zip(layout, predicted, before, least, strict=True):
+      taken = was - then
+      assert taken <= most, g.name
+      if g.retention.reach is None and g.reusable:
+        assert taken == most, g.name

@@ -56,6 +56,16 @@ def test_native_forms():
   assert line.prompt == ({"role": "user", "content": "ab"},)
 
 
+def test_how_a_line_is_served():
+  line = parse({"prompt": "a", "priority": -3, "cache_salt": "x"})
+  assert (line.priority, line.cache_salt) == (-3, "x")
+  line = parse({"prompt": "a", "priority": None})
+  assert (line.priority, line.cache_salt) == (0, None)
+  body = {"prompt": "a", "priority": 7, "cache_salt": "y"}
+  line = parse({"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body})
+  assert (line.priority, line.cache_salt) == (7, "y")
+
+
 def test_sampling_fields_over_defaults():
   line = parse(
     {
@@ -133,6 +143,10 @@ BAD = [
   (b'"text"', None, "JSON object", "invalid_json"),
   (b'{"prompt": "\xff"}', None, "0xff at column 13", "invalid_json"),
   (b'{"prompt": "x", "temperature": NaN}', None, "NaN", "invalid_json"),
+  (b'{"prompt": "x", "priority": 1.5}', "priority", "32-bit integer", "invalid_value"),
+  (b'{"prompt": "x", "priority": true}', "priority", "32-bit integer", "invalid_value"),
+  (b'{"prompt": "x", "cache_salt": ""}', "cache_salt", "non-empty string", "invalid_value"),
+  (b'{"prompt": "x", "cache_salt": [1]}', "cache_salt", "non-empty string", "invalid_value"),
   (b'{"prompt": "x"} {}', None, "JSON", "invalid_json"),
   (b'{"id": ' + b"9" * 5000 + b', "prompt": "x"}', None, "JSON", "invalid_json"),
   (b"[" * 100_000, None, "nested", "invalid_json"),

@@ -22,6 +22,7 @@ class Sequence(Scheduled):
     chain = Chain(b"%d" % order, 1)
     super().__init__([7] * prompt, limit, (priority, order, 0), chain)
     self.bias = (np.zeros(0, np.int32),) * 3
+    self.biases = 0
     self.seed = np.zeros(2, np.uint32)
 
   class request:

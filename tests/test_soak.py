@@ -190,7 +190,11 @@ def test_soak_with_a_model():
   model = testing.tiny_model("mixed")
   rng = random.Random(0)
   e = kvjax.Engine(model, tiny("mixed", full=(4, 34), sliding=(2, 44)))
-  alone = kvjax.Engine(model, tiny("mixed", full=(4, 99), sliding=(2, 99)))
+  # Whole prompts, other pages, nothing shared: as unlike the first one as it can be.
+  plain = tiny("mixed", full=(16, 99), sliding=(16, 99))
+  cache = dataclasses.replace(plain.cache, prefix_sharing=False)
+  scheduler = dataclasses.replace(plain.scheduler, token_budget=64, max_sequences=1, overlap=False)
+  alone = kvjax.Engine(model, dataclasses.replace(plain, cache=cache, scheduler=scheduler))
   stems = [[rng.randrange(3, 260) for _ in range(rng.randint(8, 40))] for _ in range(4)]
   asked, done, steps, count = {}, {}, 0, 0
   while steps < 1000 or e.unfinished:
@@ -209,7 +213,7 @@ def test_soak_with_a_model():
         sampling,
         default_seed=count,
         priority=rng.choice([0, 0, 1]),
-        cache_salt=rng.choice([None, None, "a"]),
+        cache_salt=rng.choice([None, None, "a", f"own {count}"]),
       )
       count += 1
       asked[r.id] = r

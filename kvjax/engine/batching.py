@@ -88,7 +88,7 @@ def shape_of(plan: Plan, config: SchedulerConfig, invariant: bool = False) -> Sh
     return invariant_shape(config)
   block = config.query_block
   blocks = sum(-(-w.count // block) for w in plan.prefill)
-  entries = sum(len(_sequence(w.sequence).bias[0]) for w in (*plan.decode, *plan.prefill))
+  entries = sum(_sequence(w.sequence).biases for w in (*plan.decode, *plan.prefill))
   if blocks:
     rows = config.max_sequences if plan.decode else 0
     blocks = _bucket(prefill_buckets(config), blocks)
@@ -176,18 +176,20 @@ def build(plan: Plan, shape: Shape, sampling: SlotSampling) -> tuple[Batch, np.n
   sampled[:d] = np.arange(d)
   sampled_slots = np.full(len(sampled), sampling.slots, np.int64)
   stops = np.zeros(d, np.int32)
-  where = [0] * len(plan.decode)
 
   # Neighbouring rows share a loop over keys, so rows of like length stand together.
-  order = sorted(range(len(plan.decode)), key=lambda i: plan.decode[i].start)
-  for row, i in enumerate(order):
-    w = plan.decode[i]
-    known = w.sequence.tokens
-    tokens[row] = known[w.start] if w.start < len(known) else FROM_STATE
-    slots[row], positions[row] = w.slot, w.start
-    stops[row] = w.start + w.count
-    sampled_slots[row] = w.slot
-    where[i] = row
+  n = len(plan.decode)
+  order = np.argsort(plan.starts[:n], kind="stable")
+  tokens[:n] = FROM_STATE  # sampled there
+  slots[:n] = sampled_slots[:n] = plan.slots[order]
+  positions[:n] = plan.starts[order]
+  stops[:n] = plan.stops[order]
+  rank = np.empty(n, np.int64)
+  rank[order] = np.arange(n)
+  where = rank.tolist()
+  for row, w in zip(where, plan.decode, strict=True):
+    if w.start < w.sequence.settled:  # the last one of a prompt, say
+      tokens[row] = w.sequence.tokens[w.start]
   at = 0
   for w in plan.prefill:
     begin = d + at * block
@@ -255,8 +257,10 @@ def _bias(plan: Plan, where: list[int], entries: int, rows: int) -> tuple[np.nda
   token, until = np.zeros(entries, np.int32), np.zeros(entries, np.int32)
   value = np.zeros(entries, np.float32)
   at = 0
+  if not entries:
+    return row, token, value, until
   for w, r in zip((*plan.decode, *plan.prefill), where, strict=True):
-    n = len(_sequence(w.sequence).bias[0])
+    n = _sequence(w.sequence).biases
     if n:
       part = slice(at, at + n)
       row[part] = r

@@ -12,6 +12,8 @@ from kvjax.engine.sequence import Scheduled
 from kvjax.geometry import NO_PAGE, Layout
 from kvjax.prefix import Boundary, PrefixIndex, padded
 
+_NEVER = 2**62  # a length that no sequence reaches
+
 Copy = tuple[np.ndarray, np.ndarray]  # pages to copy from and to, int32 [m] each
 
 
@@ -94,7 +96,9 @@ class CacheManager:
   def adopt(self, s: Scheduled, slot: int, hit: Boundary | None) -> None:
     """Puts a sequence into a slot with the pages of a hit, held before anything is taken."""
     s.slot, s.computed = slot, 0
+    s.settled, s.next_boundary = len(s.tokens), 0
     if self.index is None:
+      s.next_boundary = _NEVER
       return
     if hit is None:
       s.boundary = self.index.start(s.chain)
@@ -127,24 +131,29 @@ class CacheManager:
       self.pages, np.array([lead.slot], np.int32), np.array([slot], np.int32)
     )
     s.slot, s.computed = slot, lead.prompt_length - 1
+    s.settled, s.next_boundary = len(s.tokens), _NEVER
     if self.index is not None and lead.boundary is not None:
       s.boundary = self.index.pin(lead.boundary)
 
   def publish(self, sequences: list[Scheduled]) -> None:
-    """Names what the sequences have written since the last time."""
+    """Names what running sequences have written of the tokens that they came in with.
+
+    What they generate is named when they leave (`give_back`): until then nobody asks for it, and
+    the windows in the middle of it are gone when somebody does.
+    """
     if self.index is None:
       return
     for s in sequences:
-      written = min(s.computed, len(s.tokens))
-      if s.boundary is None or s.slot is None or written < s.next_boundary:
-        continue
-      s.boundary = self.index.publish(s.boundary, s.chain, s.tokens, written, self.pages, s.slot)
-      following = self.index.following(s.boundary.length)
-      # A boundary that could not be made is not tried again before the next one.
-      while following is not None and following <= written:
-        following = self.index.following(following)
-      s.next_boundary = self.layout[0].max_length + 1 if following is None else following
+      if s.computed >= s.next_boundary:
+        self._publish(s, min(s.computed, s.settled))
     self.pages = self.index.flush(self.pages)
+
+  def _publish(self, s: Scheduled, length: int) -> None:
+    if self.index is None or s.boundary is None or s.slot is None:
+      return
+    s.boundary = self.index.publish(s.boundary, s.chain, s.tokens, length, self.pages, s.slot)
+    following = self.index.following(max(s.boundary.length, length))
+    s.next_boundary = _NEVER if following is None or following > s.settled else following
 
   def reserve(
     self, slots: np.ndarray, starts: np.ndarray, stops: np.ndarray
@@ -174,15 +183,16 @@ class CacheManager:
     """Gives back everything that a sequence holds; what it has written stays cached under its
     names as long as nobody needs the memory."""
     assert s.slot is not None
-    self.publish([s])
+    self._publish(s, min(s.computed, len(s.tokens)))
     now = 0
     if self.index is not None:
+      self.pages = self.index.flush(self.pages)
       now = self.index.tick(max(g.table_width for g in self.layout))
     self.pages = pages_lib.release(self.pages, np.array([s.slot], np.int32), now)
     if self.index is not None and s.boundary is not None:
       self.index.unpin(s.boundary)
       self.pages = self.index.flush(self.pages)
-    s.boundary, s.next_boundary, s.slot = None, 0, None
+    s.boundary, s.slot = None, None
     self.check()
 
   def touch(self, s: Scheduled) -> None:
@@ -204,7 +214,7 @@ class CacheManager:
     if self.index is None:
       return
     for s in running:
-      s.boundary = None
+      s.boundary, s.next_boundary = None, _NEVER
     self.index.clear()
     self.pages = self.index.flush(self.pages)
     self.check()

@@ -32,7 +32,11 @@ class Dispatched:
 
 
 class Results:
-  """What was read of one step."""
+  """What was read of one step.
+
+  Attributes:
+    tokens: [step][row] ids; finite: [step][row] whether the logits were finite.
+  """
 
   def __init__(self, packed: np.ndarray):
     # Always [steps, R + 1, PACKED_WIDTH].
@@ -40,11 +44,8 @@ class Results:
     unreserved = int(self._packed[:, -1, 0].sum())
     if unreserved:
       raise RuntimeError(f"{unreserved} rows of a step had no page: the tables are wrong")
-
-  def token(self, row: int, step: int) -> tuple[int, bool]:
-    """(token id, whether the logits were finite)."""
-    words = self._packed[step, row]
-    return int(words[0]), bool(words[1])
+    self.tokens: list[list[int]] = self._packed[..., 0].tolist()
+    self.finite: list[list[int]] = self._packed[..., 1].tolist()
 
   def logprobs(self, row: int, step: int, top: int) -> TokenLogprobs:
     """Log-probability of the token and of the `top` most likely ones."""

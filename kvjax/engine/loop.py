@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, cast
 
+import numpy as np
+
 from kvjax import pages as pages_lib
 from kvjax.config import Config
 from kvjax.engine.batching import shape_of
@@ -34,11 +36,17 @@ class Engine:
     model: with weights.
     config: the declaration.
     clock: seconds; only differences are used.
+    executor: what computes the steps; the model on the device when None. Anything else answers
+      for the model, to study the host alone.
   """
 
-  def __init__(self, model: Model, config: Config, clock: Any = time.perf_counter):
-    if model.params is None:
-      raise ValueError("model: expected weights, got a description; load with weights=True")
+  def __init__(
+    self,
+    model: Model,
+    config: Config,
+    clock: Any = time.perf_counter,
+    executor: Executor | None = None,
+  ):
     self.config = config
     self.tokenizer = model.tokenizer
     self.layout = plan_for(model, config)
@@ -50,13 +58,13 @@ class Engine:
     self._scheduler = Scheduler(self._cache, config.scheduler)
     self._invariant = config.model.numerics == "batch_invariant"
     self._namespace = namespace(f"{model.source} {model.dtype} {model.spec}", self.layout)
-    self._executor = Executor(
-      model.params,
-      model.spec,
-      self.layout,
-      Shardings(config.mesh),
-      attention_implementations(config),
-    )
+    if executor is None:
+      if model.params is None:
+        raise ValueError("model: expected weights, got a description; load with weights=True")
+      implementations = attention_implementations(config)
+      shardings = Shardings(config.mesh)
+      executor = Executor(model.params, model.spec, self.layout, shardings, implementations)
+    self._executor = executor
     self._requests: dict[str, list[Sequence]] = {}
     self._arrivals = 0
     self._dispatched: Dispatched | None = None
@@ -213,17 +221,16 @@ class Engine:
       m.prompt_tokens += fresh
       m.prompt_tokens_by_source["cached"] += fresh
       m.restored_tokens += found - fresh
-    for w in (*plan.prefill, *plan.decode):
-      if w.start < w.reached or w.start < w.sequence.prompt_length:
-        again = max(min(w.start + w.count, w.reached) - w.start, 0)
-        fresh = max(min(w.start + w.count, w.sequence.prompt_length) - w.start - again, 0)
-        m.recomputed_tokens += again
-        m.prompt_tokens += fresh
-        m.prompt_tokens_by_source["computed"] += fresh
+    again = np.clip(np.minimum(plan.stops, plan.reached) - plan.starts, 0, None)
+    fresh = np.clip(np.minimum(plan.stops, plan.prompts) - plan.starts - again, 0, None)
+    computed = int(fresh.sum())
+    m.recomputed_tokens += int(again.sum())
+    m.prompt_tokens += computed
+    m.prompt_tokens_by_source["computed"] += computed
     for g, p in zip(self.layout, plan.pages, strict=True):
       pages = int((p.last[plan.slots] - p.first[plan.slots]).sum())
       used = int((plan.stops - g.retention.first_readable(plan.stops)).sum())
-      in_use = int((p.refs > 0).sum())
+      in_use = int(np.count_nonzero(p.refs))
       m.sample_pages(g.name, in_use, pages * g.page_size, used)
 
   def _read(self, dispatched: Dispatched) -> list[Completion]:
@@ -234,32 +241,33 @@ class Engine:
     if dispatched.plan.prefill:
       self.metrics.prefill_seconds += seconds
     done = []
+    tokens, finite = results.tokens, results.finite
+    gaps: dict[float, int] = {}  # tokens by the time of the one before, which most share
     for w, row in works(dispatched):
       s = cast(Sequence, w.sequence)
       for i in range(w.samples):
         if s.finish_reason is not None:
           self.metrics.discarded_tokens += w.samples - i
           break
-        token, finite = results.token(row, i)
-        if not finite:
+        if not finite[i][row]:
           s.finish_reason = "error"
           done.append(self._finish(s))
           continue
         wanted = s.request.sampling.logprobs
-        s.accept(token, None if wanted is None else results.logprobs(row, i, wanted))
-        self._time(s, now, 1 if i else w.samples)
+        s.accept(tokens[i][row], None if wanted is None else results.logprobs(row, i, wanted))
+        self.metrics.decode_tokens += 1
+        if s.last_token_at is None:
+          self.metrics.time_to_first_token.add(now - s.arrived)
+        elif now > s.last_token_at:
+          # Tokens of one call arrive together: the gap before them is shared by all of them.
+          gap = (now - s.last_token_at) / w.samples
+          gaps[gap] = gaps.get(gap, 0) + w.samples
+        s.last_token_at = now
         if s.finish_reason is not None:
           done.append(self._finish(s))
+    for gap, count in gaps.items():
+      self.metrics.time_between_tokens.add(gap, count)
     return done
-
-  def _time(self, s: Sequence, now: float, count: int) -> None:
-    """Tokens of one call arrive together: the gap before them is shared by all of them."""
-    self.metrics.decode_tokens += 1
-    if s.last_token_at is None:
-      self.metrics.time_to_first_token.add(now - s.arrived)
-    elif now > s.last_token_at:
-      self.metrics.time_between_tokens.add((now - s.last_token_at) / count, count)
-    s.last_token_at = now
 
   def _finish(self, s: Sequence) -> Completion:
     self._scheduler.remove(s)

@@ -75,7 +75,8 @@ class Plan:
     pages: the tables as this call sees them (numpy).
     admitted: sequences that are new in their slots.
     copies: pages to be copied before the call, by group; None for none.
-    slots, starts, stops: int32 [n] of decode + prefill.
+    slots, starts, stops, reached: int32 [n] of decode + prefill, as in Work.
+    prompts: int32 [n] tokens of their prompts.
   """
 
   decode: tuple[Work, ...]
@@ -87,6 +88,8 @@ class Plan:
   slots: np.ndarray
   starts: np.ndarray
   stops: np.ndarray
+  reached: np.ndarray
+  prompts: np.ndarray
 
 
 class Scheduler:
@@ -141,8 +144,9 @@ class Scheduler:
       if not shortfall.any():
         break
       self._preempt(shortfall)
-    decode = tuple(w for w in work if w.decode)
-    prefill = tuple(w for w in work if not w.decode)
+    # Decode rows come first, see `_work`.
+    first = next((i for i, w in enumerate(work) if not w.decode), len(work))
+    decode, prefill = tuple(work[:first]), tuple(work[first:])
     admitted, self._admitted = tuple(self._admitted), []
     plan = Plan(
       decode=decode,
@@ -154,6 +158,8 @@ class Scheduler:
       slots=slots,
       starts=starts,
       stops=stops,
+      reached=np.array([w.reached for w in work], np.int32),
+      prompts=np.array([w.sequence.prompt_length for w in work], np.int32),
     )
     self._shortest_first = bool(prefill) and not self._shortest_first
     for w in work:

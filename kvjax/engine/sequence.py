@@ -26,8 +26,9 @@ class Scheduled:
     computed: tokens whose cache entries are written by steps already dispatched.
     reached: most tokens ever computed or found in the cache; computing below it is recomputation.
     slot: row of the engine state while running.
+    settled: tokens that it had when it entered its slot.
     boundary, next_boundary: the last prefix that is named in the index, and the next length that
-      will be.
+      will be while it runs.
     preempted: whether it ran before and had to give its pages back.
     passed: later sequences that were admitted while this one lacked pages.
   """
@@ -43,6 +44,7 @@ class Scheduled:
     self.computed = 0
     self.reached = 0
     self.slot: int | None = None
+    self.settled = 0
     self.boundary: Boundary | None = None
     self.next_boundary = 0
     self.preempted = False
@@ -65,6 +67,7 @@ class Sequence(Scheduled):
   Attributes:
     request, index: which completion of which request.
     finish_reason: why it ended; None before.
+    bias, biases: its logit-bias entries, and how many there are.
     arrived, last_token_at: on the engine's clock.
   """
 
@@ -93,6 +96,7 @@ class Sequence(Scheduled):
       frozenset() if sampling.ignore_eos else frozenset(tokenizer.eos_ids)
     )
     self.bias = _bias(sampling, self.stop_ids, self.prompt_length)
+    self.biases = len(self.bias[0])
     self.text = IncrementalDetokenizer(tokenizer, sampling.stop)
 
   def accept(self, token: int, logprobs: TokenLogprobs | None) -> None:
@@ -103,14 +107,20 @@ class Sequence(Scheduled):
     if token in self.stop_ids:
       self.finish_reason = "stop"  # the ending token is not part of the text
       return
-    self.text.push(token)
-    if self.text.stopped is not None:
-      self.finish_reason = "stop"
-    elif len(self.tokens) >= self.limit:
+    if self.request.sampling.stop:  # otherwise there is no hurry, see `completion`
+      self.text.push(token)
+      if self.text.stopped is not None:
+        self.finish_reason = "stop"
+        return
+    if len(self.tokens) >= self.limit:
       self.finish_reason = "length"
 
   def completion(self) -> Completion:
     assert self.finish_reason is not None
+    if not self.request.sampling.stop:
+      ended = self.finish_reason == "stop"
+      for token in self.tokens[self.prompt_length : len(self.tokens) - ended]:
+        self.text.push(token)
     return Completion(
       request_id=self.request.id,
       index=self.index,
