@@ -12,6 +12,10 @@ from kvjax.engine.sequence import Scheduled
 from kvjax.geometry import NO_PAGE, Layout
 from kvjax.prefix import Boundary, PrefixIndex, padded
 
+LOOK_AHEAD = 4
+"""Tokens for which a decoding sequence takes its pages at once, where there are enough: in the
+steps between, the tables need no change. A page is held so many steps early at most."""
+
 _NEVER = 2**62  # a length that no sequence reaches
 
 Copy = tuple[np.ndarray, np.ndarray]  # pages to copy from and to, int32 [m] each
@@ -41,6 +45,9 @@ class CacheManager:
     # A completion goes back by one token when it forks; a recurrent state cannot.
     self.forks = sharing and not any(g.retention.state for g in layout)
     self._checked = checked
+    self._look_ahead = min(LOOK_AHEAD, *(g.step_tokens for g in layout))
+    # Positions of each slot up to which nothing needs to be reserved any more.
+    self._covered = np.zeros(layout[0].max_sequences, np.int32)
 
   # What a sequence could go on from.
 
@@ -96,6 +103,7 @@ class CacheManager:
   def adopt(self, s: Scheduled, slot: int, hit: Boundary | None) -> None:
     """Puts a sequence into a slot with the pages of a hit, held before anything is taken."""
     s.slot, s.computed = slot, 0
+    self._covered[slot] = 0
     s.settled, s.next_boundary = len(s.tokens), 0
     if self.index is None:
       s.next_boundary = _NEVER
@@ -120,7 +128,7 @@ class CacheManager:
       return False
     last = lead.prompt_length - 1
     return all(
-      p.first[lead.slot] <= g.first_page(last) and p.last[lead.slot] == g.pages_for(last + 1)
+      p.first[lead.slot] <= g.first_page(last) and p.last[lead.slot] >= g.pages_for(last + 1)
       for g, p in zip(self.layout, self.pages, strict=True)
     )
 
@@ -130,6 +138,8 @@ class CacheManager:
     self.pages = pages_lib.fork(
       self.pages, np.array([lead.slot], np.int32), np.array([slot], np.int32)
     )
+    assert lead.slot is not None
+    self._covered[[lead.slot, slot]] = 0  # what they share must be copied before it is written
     s.slot, s.computed = slot, lead.prompt_length - 1
     s.settled, s.next_boundary = len(s.tokens), _NEVER
     if self.index is not None and lead.boundary is not None:
@@ -156,13 +166,32 @@ class CacheManager:
     s.next_boundary = _NEVER if following is None or following > s.settled else following
 
   def reserve(
-    self, slots: np.ndarray, starts: np.ndarray, stops: np.ndarray
+    self, slots: np.ndarray, starts: np.ndarray, stops: np.ndarray, ends: np.ndarray
   ) -> tuple[tuple[Copy, ...] | None, np.ndarray]:
-    """Makes positions writable, see `pages.reserve`.
+    """Makes the positions [starts, stops) of running sequences writable, see `pages.reserve`.
+
+    Args (int32 [n]):
+      ends: positions beyond which the sequences will never write.
 
     Returns:
       (pages to copy before the step, by group, or None for none; shortfall int32 [groups]).
     """
+    if (stops <= self._covered[slots]).all():
+      return None, np.zeros(len(self.layout), np.int32)
+    ahead = np.maximum(stops, np.minimum(starts + self._look_ahead, ends))
+    copies, shortfall = self._reserve(slots, starts, ahead)
+    if shortfall.any():
+      ahead = stops
+      copies, shortfall = self._reserve(slots, starts, ahead)
+    if shortfall.any():
+      self._covered[slots] = 0  # some have given back what their windows have passed
+    else:
+      self._covered[slots] = ahead
+    return copies, shortfall
+
+  def _reserve(
+    self, slots: np.ndarray, starts: np.ndarray, stops: np.ndarray
+  ) -> tuple[tuple[Copy, ...] | None, np.ndarray]:
     before = self.pages
     tokens = int((stops - starts).max())
     self.pages, copies, shortfall = pages_lib.reserve(

@@ -221,12 +221,9 @@ class Engine:
       m.prompt_tokens += fresh
       m.prompt_tokens_by_source["cached"] += fresh
       m.restored_tokens += found - fresh
-    again = np.clip(np.minimum(plan.stops, plan.reached) - plan.starts, 0, None)
-    fresh = np.clip(np.minimum(plan.stops, plan.prompts) - plan.starts - again, 0, None)
-    computed = int(fresh.sum())
-    m.recomputed_tokens += int(again.sum())
-    m.prompt_tokens += computed
-    m.prompt_tokens_by_source["computed"] += computed
+    m.recomputed_tokens += plan.computed_before
+    m.prompt_tokens += plan.prompt_tokens
+    m.prompt_tokens_by_source["computed"] += plan.prompt_tokens
     for g, p in zip(self.layout, plan.pages, strict=True):
       pages = int((p.last[plan.slots] - p.first[plan.slots]).sum())
       used = int((plan.stops - g.retention.first_readable(plan.stops)).sum())

@@ -75,8 +75,9 @@ class Plan:
     pages: the tables as this call sees them (numpy).
     admitted: sequences that are new in their slots.
     copies: pages to be copied before the call, by group; None for none.
-    slots, starts, stops, reached: int32 [n] of decode + prefill, as in Work.
-    prompts: int32 [n] tokens of their prompts.
+    slots, starts, stops: int32 [n] of decode + prefill.
+    computed_before, prompt_tokens: how many of the step's tokens are recomputed, and how many are
+      prompt tokens that were never computed before.
   """
 
   decode: tuple[Work, ...]
@@ -88,8 +89,8 @@ class Plan:
   slots: np.ndarray
   starts: np.ndarray
   stops: np.ndarray
-  reached: np.ndarray
-  prompts: np.ndarray
+  computed_before: int
+  prompt_tokens: int
 
 
 class Scheduler:
@@ -140,10 +141,18 @@ class Scheduler:
       slots = np.array([w.slot for w in work], np.int32)
       starts = np.array([w.start for w in work], np.int32)
       stops = starts + np.array([w.count for w in work], np.int32)
-      copies, shortfall = self.cache.reserve(slots, starts, stops)
+      # Only decoding looks ahead: completions of a prompt fork before anything is behind it.
+      ends = np.array([w.sequence.limit - 1 if w.decode else 0 for w in work], np.int32)
+      copies, shortfall = self.cache.reserve(slots, starts, stops, ends)
       if not shortfall.any():
         break
       self._preempt(shortfall)
+    again = fresh = 0
+    for w in work:
+      if w.start < w.reached or w.start < w.sequence.prompt_length:
+        known = max(min(w.start + w.count, w.reached) - w.start, 0)
+        again += known
+        fresh += max(min(w.start + w.count, w.sequence.prompt_length) - w.start - known, 0)
     # Decode rows come first, see `_work`.
     first = next((i for i, w in enumerate(work) if not w.decode), len(work))
     decode, prefill = tuple(work[:first]), tuple(work[first:])
@@ -158,12 +167,11 @@ class Scheduler:
       slots=slots,
       starts=starts,
       stops=stops,
-      reached=np.array([w.reached for w in work], np.int32),
-      prompts=np.array([w.sequence.prompt_length for w in work], np.int32),
+      computed_before=again,
+      prompt_tokens=fresh,
     )
     self._shortest_first = bool(prefill) and not self._shortest_first
-    for w in work:
-      self._advance(w)
+    self._advance(work)
     return plan
 
   # Admission.
@@ -321,15 +329,19 @@ class Scheduler:
     self.preemptions += 1
     self.add(victim)
 
-  def _advance(self, w: Work) -> None:
+  def _advance(self, work: list[Work]) -> None:
     """Counts a planned step as done; a sequence that has all its tokens leaves at once, since the
     device runs steps in order and nothing later can disturb this one."""
-    s = w.sequence
-    s.computed += w.count
-    if s.computed > s.reached:
-      s.reached = s.computed
-    s.length += w.samples
-    if s.length >= s.limit:
+    ended = []
+    for w in work:
+      s = w.sequence
+      s.computed = computed = w.start + w.count
+      if computed > s.reached:
+        s.reached = computed
+      s.length += w.samples
+      if s.length >= s.limit:
+        ended.append(s)
+    for s in ended:
       self.running.remove(s)
       self._give_back(s)
 
