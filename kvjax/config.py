@@ -6,6 +6,7 @@ Every wrong key of a declaration is reported, each under its full dotted name.
 
 import dataclasses
 import itertools
+import json
 import re
 import typing
 from collections.abc import Iterator, Mapping
@@ -45,7 +46,7 @@ class ModelConfig(Section):
     "request's tokens depend on nothing around it in any dtype; slower",
   )
   max_length: int | None = key(
-    None, "tokens of prompt and output per sequence; None: the model's context", 1, 2**24
+    None, "tokens of prompt and output per sequence; None: the model's context", 2, 2**24
   )
 
 
@@ -220,12 +221,18 @@ class KernelsConfig(Section):
   )
 
 
+def _is_line(line: str | dict[Any, Any]) -> bool:
+  """Whether a sample prompt can be written as a line of JSON and read again."""
+  try:
+    return bool(json.loads(json.dumps(line)) == line)
+  except (TypeError, ValueError, RecursionError):
+    return False
+
+
 _PROMPTS_RULE = Rule(
   "the experiment's own sample prompts",
   words='a tuple of non-empty strings or prompt lines such as {"messages": [...]}',
-  test=lambda value: all(
-    isinstance(name, str) for line in value if isinstance(line, dict) for name in line
-  ),
+  test=lambda value: all(_is_line(line) for line in value),
   from_flag=False,
 )
 

@@ -245,19 +245,17 @@ class GroupGeometry:
     return self._chunk_pages(lengths, step_tokens) + math.ceil(sequences * each / len(lengths))
 
   def sequences(self, *lengths: int) -> int:
-    """How many sequences of `lengths` in turn the pool holds at once, as `room` counts them."""
-    left = self.pages - self._chunk_pages(lengths, 1)
-    each = [self.peak_pages(n, 1) for n in lengths]
-    if left < 0:
-      return 0
-    rounds, left = divmod(left, sum(each))
-    count = rounds * len(each)
-    for pages in each:
-      if pages > left:
-        break
-      left -= pages
-      count += 1
-    return count
+    """How many sequences of `lengths` in turn the pool holds at once; they come one by one."""
+    each = [(self.peak_pages(n, 1), self.peak_pages(n)) for n in lengths]
+    # Whole rounds that surely fit, then one by one.
+    rounds = max(self.pages - max(peak for _, peak in each), 0) // sum(rest for rest, _ in each)
+    used, count = rounds * sum(rest for rest, _ in each), rounds * len(each)
+    while True:
+      for rest, peak in each:
+        if used + peak > self.pages:
+          return count
+        used += rest
+        count += 1
 
   def _chunk_pages(self, lengths: Sequence[int], step_tokens: int) -> int:
     """What a sequence that computes a whole chunk holds beyond one that gains `step_tokens`."""

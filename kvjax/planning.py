@@ -83,7 +83,12 @@ def plan(
   budget = cache.memory_bytes
   if budget is None:
     budget = available_memory() if available_bytes is None else available_bytes
-  budget -= sum(g.page_bytes * declared[g.name] for g in single if g.name in declared)
+  taken = sum(g.page_bytes * declared[g.name] for g in single if g.name in declared)
+  if taken > budget and (len(declared) < len(single) or cache.memory_bytes is not None):
+    where = "cache.memory_bytes" if cache.memory_bytes is not None else "the memory that is there"
+    keys = ", ".join(f"config.cache.groups.{name}.pages" for name in declared)
+    raise ConfigError(f"{keys}: expected pools within {where} ({budget} bytes), got {taken} bytes")
+  budget -= taken
   planned = tuple(g for g in single if g.name not in declared)
   spare = cache.memory_bytes is not None and cache.prefix_sharing
   counts = _divide(

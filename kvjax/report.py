@@ -13,6 +13,7 @@ from kvjax.geometry import (
 )
 from kvjax.models.spec import parameter_count
 from kvjax.planning import attention_implementations, plan_for
+from kvjax.sharding import Shardings
 from kvjax.weights.load import Model
 
 _LENGTHS = (128, 512, 2048, 8192, 32768, 131072)
@@ -30,6 +31,7 @@ def plan_report(model: Model, config: Config) -> str:
   parameters = parameter_count(spec)
   weights = parameters * (4 if model.dtype == "float32" else 2)
   names = attention_implementations(config)
+  Shardings(config.mesh)  # refuses what a run would refuse
   lines = [
     f"model   {spec.name} ({model.source}): {len(spec.layers)} layers, {parameters / 1e6:.1f} M "
     f"parameters, {human(weights)} in {model.dtype}",

@@ -30,7 +30,7 @@ class SamplingParams:
     logit_bias: token id -> value added to its logit, in [-100, 100].
     seed: randomness comes from (seed, completion index, position) alone; None draws one from the
       request's place in the input.
-    stop: strings that end the completion; the text is cut before the earliest one.
+    stop: strings that end the completion; the text is cut before the one that is complete first.
     stop_token_ids: ids that end the completion, besides the model's end-of-sequence ids.
     ignore_eos: the model's end-of-sequence ids do not end the completion.
     n: completions per prompt.

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from kvjax import pages as pages_lib
@@ -77,11 +78,14 @@ def admit(state: EngineState, slot: int | Array, tokens: Any) -> EngineState:
   Raises:
     ValueError: no tokens, more tokens than max_length, or a slot that does not exist.
   """
-  tokens = jnp.asarray(tokens, jnp.int32)
+  tokens = jnp.asarray(tokens)
+  if not jnp.issubdtype(tokens.dtype, jnp.integer):
+    raise ValueError(f"tokens: expected integer ids, got {tokens.dtype}")
+  tokens = tokens.astype(jnp.int32)
   longest = state.layout[0].max_length
   if tokens.ndim != 1 or not 1 <= len(tokens) <= longest:
     raise ValueError(f"tokens: expected 1 to {longest} ids in one dimension, got {tokens.shape}")
-  if isinstance(slot, int) and not 0 <= slot < state.slots:
+  if isinstance(slot, int | np.integer) and not 0 <= slot < state.slots:
     raise ValueError(f"slot: expected 0 to {state.slots - 1}, got {slot}")
   slots = jnp.asarray(slot, jnp.int32)[None]
   state = release(state, slots)
@@ -100,7 +104,7 @@ def reserve(state: EngineState, slots: Any, stops: Any, tokens: int | None = Non
   fork is copied before it is written.
 
   Args:
-    slots: int32 [n], distinct.
+    slots: int32 [n], distinct; outside [0, S) is padding.
     stops: int32 [n] positions, at most max_length.
     tokens: static bound on stops - lengths; step_tokens by default.
 
@@ -108,7 +112,7 @@ def reserve(state: EngineState, slots: Any, stops: Any, tokens: int | None = Non
     The state. Where pages were missing no page was taken in any group, and `state.shortfall` grows
     by exactly the pages that each group lacked.
   """
-  slots, stops = jnp.asarray(slots, jnp.int32), jnp.asarray(stops, jnp.int32)
+  slots, stops = _slots(state, slots, distinct=True), jnp.atleast_1d(jnp.asarray(stops, jnp.int32))
   starts = state.lengths.at[slots].get(mode="clip")
   taken, copies, shortfall = pages_lib.reserve(
     _on_device(state.pages), state.layout, slots, starts, stops, tokens
@@ -119,7 +123,7 @@ def reserve(state: EngineState, slots: Any, stops: Any, tokens: int | None = Non
 
 def release(state: EngineState, slots: Any) -> EngineState:
   """Empties slots (int32 [n]) and gives back all their pages: pure, usable under jit."""
-  slots = jnp.atleast_1d(jnp.asarray(slots, jnp.int32))
+  slots = _slots(state, slots)
   return state.replace(
     pages=pages_lib.release(_on_device(state.pages), slots),
     lengths=state.lengths.at[slots].set(0, mode="drop"),
@@ -133,8 +137,8 @@ def fork(state: EngineState, source: Any, target: Any) -> EngineState:
   Pure, usable under jit. `source` and `target` are slots or int32 [n]; targets are distinct and
   give back what they held; all copies happen at once, so `source` may permute and repeat.
   """
-  sources = jnp.atleast_1d(jnp.asarray(source, jnp.int32))
-  targets = jnp.atleast_1d(jnp.asarray(target, jnp.int32))
+  sources = _slots(state, source)
+  targets = _slots(state, target, distinct=True)
   if sources.shape != targets.shape:
     raise ValueError(f"expected as many sources as targets, got {sources.shape}, {targets.shape}")
   return state.replace(
@@ -143,6 +147,16 @@ def fork(state: EngineState, source: Any, target: Any) -> EngineState:
     lengths=state.lengths.at[targets].set(state.lengths[sources], mode="drop"),
     known=state.known.at[targets].set(state.known[sources], mode="drop"),
   )
+
+
+def _slots(state: EngineState, slots: Any, distinct: bool = False) -> Array:
+  """Slots as int32 [n]; negative ones are padding too. ValueError for known slots that repeat."""
+  if distinct and not isinstance(slots, jax.Array):
+    known = [int(s) for s in np.atleast_1d(slots) if 0 <= s < state.slots]
+    if len(set(known)) < len(known):
+      raise ValueError(f"slots: expected distinct ones, got {known}")
+  slots = jnp.atleast_1d(jnp.asarray(slots, jnp.int32))
+  return jnp.where(slots < 0, state.slots, slots)
 
 
 def locate(

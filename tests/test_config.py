@@ -56,6 +56,7 @@ BAD = [
   ("model.dtype", "float16"),
   ("model.dtype", None),
   ("model.max_length", 0),
+  ("model.max_length", 1),
   ("model.max_length", 2.0),
   ("model.numerics", "exact"),
   ("cache.page_size", 0),

@@ -11,6 +11,7 @@ import kvjax
 from kvjax import config as C
 from kvjax import pages as pages_lib
 from kvjax import testing
+from kvjax.engine.sequence import _seed_words
 from kvjax.errors import ConfigError, RequestError
 
 MAX_LENGTH = 96
@@ -310,6 +311,7 @@ def test_context_end_finishes_with_length():
     ((10**6,), {}, "prompt_token_ids", "1000000"),
     ((3,) * MAX_LENGTH, {}, "prompt", f"at most {MAX_LENGTH - 1} tokens"),
     ((3,), {"stop_token_ids": (10**6,)}, "stop_token_ids", "1000000"),
+    ((3,), {"min_tokens": MAX_LENGTH}, "min_tokens", f"at most the {MAX_LENGTH - 1} new tokens"),
     ((3,), {"logit_bias": {10**6: 1.0}}, "logit_bias", "1000000"),
   ],
 )
@@ -384,3 +386,16 @@ def test_figures_add_up():
     assert 0 <= group["waste"] < 1
     assert group["used"] + group["cached"] + group["free"] == group["total"]
     assert 0 < group["peak_used"] <= group["total"]
+
+
+def test_streams_of_seeds_and_indices_never_coincide():
+  """Seeds of more than 32 bits share no words with a small seed's further completions."""
+  seeds = (0, 1, 5, 2**32, 2**32 + 5, 5 * 2**32, 2**63 - 1, -1, -(2**63))
+  words = {
+    (seed, index): tuple(
+      _seed_words(kvjax.Request("r", (3,), kvjax.SamplingParams(seed=seed)), index).tolist()
+    )
+    for seed in seeds
+    for index in range(4)
+  }
+  assert len(set(words.values())) == len(words)

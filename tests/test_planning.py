@@ -48,7 +48,7 @@ def hold(layout, lengths, most=2000):
   return len(at)
 
 
-MIXES = [(256,), (32,), (200, 40), (16, 16, 16, 240), (100, 60, 250, 9)]
+MIXES = [(256,), (32,), (16, 16, 16, 240), (100, 60, 250, 9)]
 
 
 @pytest.mark.parametrize("kind", ["full", "mixed", "varied"])
@@ -63,11 +63,11 @@ def test_predicted_is_what_filling_holds(kind, lengths, sizes):
     groups = {n: GroupConfig(page_size=sizes[n]) for n in names}
   page = sizes if isinstance(sizes, int) else 16
   one = sum(g.token_bytes for g in kvjax.plan(spec, max_length=64))
-  memory = 200 * one * sum(lengths) // len(lengths)
+  memory = 120 * one * sum(lengths) // len(lengths)
   layout = plan(spec, memory, lengths=lengths, page_size=page, groups=groups)
   predicted = geometry.concurrency(layout, *lengths)
   measured = hold(layout, lengths)
-  assert predicted > 50
+  assert predicted >= 50
   assert abs(measured - predicted) <= max(1, 0.02 * measured)
 
 
@@ -136,3 +136,13 @@ def test_the_engine_holds_what_the_plan_says():
     assert d.add([i % 3] * (100 + i % 7), 20)
   d.drain()
   assert d.scheduler.preemptions == 0
+
+
+@pytest.mark.parametrize("memory", [None, 10_000])
+def test_pools_that_are_declared_too_large_are_named(memory):
+  spec = testing.tiny_spec("mixed", window=64)
+  groups = {"sliding": GroupConfig(pages=10**6), "full": GroupConfig(pages=5)}
+  if memory is None:
+    del groups["full"]
+  with pytest.raises(ConfigError, match=r"groups\.sliding\.pages.*expected pools within"):
+    kvjax.plan(spec, CacheConfig(memory_bytes=memory, groups=groups), available_bytes=10**6)

@@ -143,6 +143,7 @@ BAD = [
   (b'"text"', None, "JSON object", "invalid_json"),
   (b'{"prompt": "\xff"}', None, "0xff at column 13", "invalid_json"),
   (b'{"prompt": "x", "temperature": NaN}', None, "NaN", "invalid_json"),
+  (b'{"prompt": "x", "prompt": "y"}', None, "stands there twice", "invalid_json"),
   (b'{"prompt": "x", "priority": 1.5}', "priority", "32-bit integer", "invalid_value"),
   (b'{"prompt": "x", "priority": true}', "priority", "32-bit integer", "invalid_value"),
   (b'{"prompt": "x", "cache_salt": ""}', "cache_salt", "non-empty string", "invalid_value"),

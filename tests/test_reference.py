@@ -5,6 +5,7 @@ two best logits, and the top-20 logits of the first step. Greedy tokens must be 
 the margin exceeds 1e-3, which is everywhere in these files.
 """
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -54,16 +55,19 @@ def engine(name, *, cache, scheduler):
   return kvjax.Engine(load(name), config)
 
 
-def serve(e, items):
+def serve(e, items, tokens=48):
   """Completions by prompt name of prompts served together."""
+  sampling = dataclasses.replace(GREEDY, max_tokens=tokens)
   for item in items:
-    e.add(kvjax.Request(item["name"], tuple(item["prompt_token_ids"]), GREEDY))
+    e.add(kvjax.Request(item["name"], tuple(item["prompt_token_ids"]), sampling))
   return {c.request_id: c for c in e.run()}
 
 
 def check(name, done, items=None):
   for item in reference(name) if items is None else items:
-    got, want = done[item["name"]].token_ids, tuple(item["greedy_token_ids"])
+    got = done[item["name"]].token_ids
+    want = tuple(item["greedy_token_ids"][: len(got)])
+    assert len(got) >= 16
     assert min(item["margin"]) > 1e-3
     assert got == want, f"{item['name']}: differs at {first_difference(got, want)}"
     assert done[item["name"]].finish_reason == "length"
@@ -147,7 +151,7 @@ def test_together(name, cache, budget, more):
   slow = budget == 7 or cache.groups
   items = some(name) if slow else reference(name)
   e = engine(name, cache=cache, scheduler=scheduler(token_budget=budget, **more))
-  check(name, serve(e, items), items)
+  check(name, serve(e, items, 48 if budget == 512 else 24), items)
   figures = e.figures()
   assert figures["preemptions"] == 0
   assert figures["prompt_tokens"] == sum(len(i["prompt_token_ids"]) for i in items)
@@ -175,7 +179,7 @@ def test_alone(name, turn, page_size, budget, query_block):
   e = engine(name, cache=C.CacheConfig(page_size=page_size), scheduler=schedule)
   done = {}
   for item in items:
-    done |= serve(e, [item])
+    done |= serve(e, [item], 48 if turn == 0 else 16)
   check(name, done, items)
 
 

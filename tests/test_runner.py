@@ -1,5 +1,6 @@
 """The job around an engine, with an engine that finishes requests in an odd order."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvjax.errors import ConfigError, RequestError, WeightsError
-from kvjax.job.runner import Exit, Options, run_job
+from kvjax.job.runner import Exit, Options, print_plan, run_job
 from kvjax.job.serve import Serving
 from kvjax.request import Completion, SamplingParams
 
@@ -400,3 +401,94 @@ def test_a_slow_pipe_does_not_hold_up_the_engine_or_a_signal(tmp_path):
   assert process.wait(timeout=20) == 130
   process.stdin.close()
   process.stderr.close()
+
+
+@pytest.mark.parametrize("one", ["output", "prompts"])
+def test_metrics_never_replace_results_or_prompts(tmp_path, capfd, one):
+  target = tmp_path / ("out.jsonl" if one == "output" else "in.jsonl")
+  link = tmp_path / "link"
+  link.symlink_to(target)
+  for name in (target, link):
+    assert run(tmp_path, overwrite=True, metrics=str(name))[0] == Exit.USAGE
+    assert f"expected another file than --{one}" in capfd.readouterr().err
+  assert (tmp_path / "in.jsonl").read_text() == lines()
+
+
+def test_metrics_follow_a_link_and_leave_special_files_alone(tmp_path, capfd):
+  (tmp_path / "link").symlink_to(tmp_path / "m.json")
+  assert run(tmp_path, metrics=str(tmp_path / "link"))[0] == Exit.BAD_LINES
+  assert (tmp_path / "link").is_symlink()
+  assert "job" in json.loads((tmp_path / "m.json").read_text())
+  os.mkfifo(tmp_path / "fifo")
+  code, *_ = run(tmp_path, overwrite=True, metrics=str(tmp_path / "fifo"))
+  assert code == Exit.USAGE
+  assert (tmp_path / "fifo").is_fifo()
+
+
+@pytest.mark.parametrize("name", ["prompts", "output", "metrics"])
+def test_an_empty_path_is_refused(tmp_path, capfd, name):
+  assert run(tmp_path, **{name: ""})[0] == Exit.USAGE
+  assert f"--{name}: expected a path" in capfd.readouterr().err
+
+
+def test_old_results_stay_until_there_are_new_ones(tmp_path, capfd):
+  out = tmp_path / "out.jsonl"
+  out.write_text("old\n")
+
+  def start():
+    raise WeightsError("no such model")
+
+  assert run(tmp_path, '{"prompt": "x"}\n', start=start, overwrite=True)[0] == Exit.ENGINE
+  assert out.read_text() == "old\n"
+  assert run(tmp_path, '{"prompt": "x"}\n', overwrite=True)[0] == Exit.OK
+  assert "old" not in out.read_text()
+  assert out.read_text()
+  assert run(tmp_path, "\n", overwrite=True)[0] == Exit.OK
+  assert out.read_text() == ""
+
+
+def test_a_pipe_by_name_waits_for_its_reader_and_hears_it_leave(tmp_path, capfd):
+  """A fifo as output: nothing is lost before a reader comes; when it leaves the run ends."""
+  import threading
+
+  fifo = tmp_path / "out.jsonl"
+  os.mkfifo(fifo)
+  got = []
+
+  def read(count):
+    time.sleep(0.2)
+    with open(fifo, "rb") as file:
+      for _ in range(count):
+        got.append(file.readline())
+
+  text = "".join(f'{{"id": {i}, "prompt": "x"}}\n' for i in range(40))
+  reader = threading.Thread(target=read, args=(40,))
+  reader.start()
+  assert run(tmp_path, text)[0] == Exit.OK
+  reader.join()
+  assert sorted(json.loads(each)["id"] for each in got) == list(range(40))
+  reader = threading.Thread(target=read, args=(1,))
+  reader.start()
+  code, *_ = run(tmp_path, text, engine=Engine(sleep=0.02))
+  reader.join()
+  assert code == Exit.OUTPUT
+  assert "cannot be written" in capfd.readouterr().err
+
+
+def test_prompts_that_cannot_be_read(tmp_path, capfd):
+  code = run_job(
+    Options(prompts="/proc/self/mem", output=str(tmp_path / "o"), quiet=True),
+    lambda: Serving(Engine(), Tokenizer(), "m"),
+    defaults=SamplingParams(),
+  )
+  assert code == Exit.USAGE
+  assert "--prompts: cannot be read" in capfd.readouterr().err
+
+
+def test_a_plan_that_cannot_be_printed(capfd, monkeypatch):
+  with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # closing fails as well
+    monkeypatch.setattr(sys, "stdout", full)
+    assert print_plan(lambda: "plan") == Exit.OUTPUT
+  monkeypatch.setattr(sys, "stdout", None)
+  assert print_plan(lambda: "plan") == Exit.OUTPUT
+  assert "standard output: cannot be written" in capfd.readouterr().err

@@ -22,7 +22,7 @@ GROUPS = {
   "mixed": ("full", "sliding"),
   "varied": ("full", "sliding", "sliding2"),
 }
-KINDS = tuple(GROUPS)
+KINDS = ("mixed", "varied")
 
 
 @functools.cache
@@ -109,7 +109,7 @@ def test_warm_is_cold(kind):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GROUPS)
 def test_shared_in_flight_is_cold(kind):
   """All at once: the stem is computed once, by the first."""
   e = engine(kind, max_sequences=8)
@@ -139,7 +139,7 @@ def test_the_same_long_prompt_four_times():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("length", [1, 2, 40, 41, 44])
+@pytest.mark.parametrize("length", [1, 40, 41])
 def test_completions_of_one_prompt_fork(kind, length):
   """n > 1: the prompt is computed once and shared; only its last token is fed to each."""
   r = request("r", prompt(3, length), n=4, seed=9, **SAMPLED | {"temperature": 0.9})
@@ -152,7 +152,7 @@ def test_completions_of_one_prompt_fork(kind, length):
     assert "copies of shared pages" in e.figures()["compilations"]["shapes"]
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("slots", [1, 3])
 def test_completions_that_find_no_slot_share_what_is_left(slots):
   r = request("r", STEM, n=6, seed=9, **SAMPLED | {"temperature": 0.9})
   e = engine("mixed", max_sequences=slots)

@@ -215,3 +215,23 @@ def test_a_generation_goes_on_after_a_round_trip_to_disk(tmp_path):
   assert [greedy(again, slot, 10) for slot in (0, 1, 2)] == want
   text = (*ids(13, 1), int(again.state.tokens[0, 13]), *before[0], *want[0])
   assert text[13:] == tuple(reference("mixed", text).argmax(-1)[12:-1])
+
+
+def test_slots_that_repeat_or_do_not_exist():
+  state = kvjax.init(LAYOUT)
+  state = kvjax.admit(state, 0, [3, 4, 5])
+  for wrong in (
+    lambda: kvjax.fork(state, [0, 0], [1, 1]),
+    lambda: kvjax.reserve(state, [0, 0], [4, 4]),
+  ):
+    with pytest.raises(ValueError, match="distinct"):
+      wrong()
+  for slot in (-1, np.int64(9), np.int32(-1)):
+    with pytest.raises(ValueError, match="slot: expected 0 to"):
+      kvjax.admit(state, slot, [3])
+  with pytest.raises(ValueError, match="integer ids"):
+    kvjax.admit(state, 0, [1.5])
+  state = kvjax.release(state, [3, -1])  # negative slots are padding
+  host = jax.tree.map(np.asarray, state.pages)
+  pages_lib.check(host, LAYOUT)
+  assert not kvjax.reserve(state, 0, 3).shortfall.any()  # a single slot

@@ -198,6 +198,12 @@ class Engine:
         f"{len(prompt)} tokens",
       )
     new = most - len(prompt)
+    if sampling.min_tokens > new:
+      raise RequestError(
+        "min_tokens",
+        f"at most the {new} new tokens that the context of {most} has room for",
+        sampling.min_tokens,
+      )
     limit = len(prompt) + (new if sampling.max_tokens is None else min(sampling.max_tokens, new))
     lacking = self._scheduler.can_ever_fit(limit)
     if lacking:

@@ -135,12 +135,14 @@ class Sequence(Scheduled):
 def _seed_words(request: Request, index: int) -> np.ndarray:
   """uint32 [2]: one random stream per (seed, completion index).
 
-  SeedSequence mixes all bits, so that neighbouring seeds or indices share nothing.
+  SeedSequence mixes all bits, so that neighbouring seeds or indices share nothing. It is always
+  given three words of 32 bits, since it reads what is shorter as if zeros followed.
   """
   seed = request.sampling.seed
   if seed is None:
     seed = request.default_seed
-  entropy = [seed % 2**64, index]
+  seed %= 2**64
+  entropy = [seed % 2**32, seed >> 32, index]
   return np.random.SeedSequence(entropy).generate_state(2, np.uint32)
 
 

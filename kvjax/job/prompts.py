@@ -253,6 +253,15 @@ def _refuse_constant(name: str) -> Any:
   raise ValueError(f"{name} is not a JSON number")
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  out: dict[str, Any] = {}
+  for name, value in pairs:
+    if name in out:
+      raise ValueError(f"the key {show(name)} stands there twice")
+    out[name] = value
+  return out
+
+
 def _load(raw: RawLine) -> dict[str, Any] | None:
   """The object of a line, or None for a blank one. Raises BadLine without an id."""
   if raw.data is None:
@@ -263,7 +272,7 @@ def _load(raw: RawLine) -> dict[str, Any] | None:
     text = raw.data.decode("utf-8-sig" if raw.number == 1 else "utf-8").strip()
     if not text:
       return None
-    value = json.loads(text, parse_constant=_refuse_constant)
+    value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
   except UnicodeDecodeError as error:
     bad = raw.data[error.start]
     problem = f"expected UTF-8, got the byte 0x{bad:02x} at column {error.start + 1}"

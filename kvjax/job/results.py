@@ -89,7 +89,7 @@ class ResultFile:
   Args:
     path: where to write; created when it does not exist.
     existing: what to do with a file that has content: "refuse" it, "keep" its records and append,
-      or "drop" them.
+      or "drop" them, once there is something in their place (`append`) or `drop_old` says so.
     ordered: `finished` also watches that the kept records follow the input's order.
 
   The file is locked while it is open, so that two runs cannot append to one file.
@@ -115,12 +115,17 @@ class ResultFile:
     self._dirty = False
     try:
       flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+      with contextlib.suppress(FileNotFoundError):
+        if path != "-" and stat.S_ISFIFO(os.stat(path).st_mode):
+          # Waits for a reader, and hears when it leaves.
+          flags = os.O_WRONLY | os.O_CLOEXEC
       self._fd = os.dup(1) if path == "-" else os.open(path, flags, 0o666)
     except OSError as error:
       raise OutputError(f"{path}: cannot be opened for writing: {error.strerror}") from error
     # Only a regular file has content to keep, a length to cut to and something to sync.
     self._regular = path != "-" and stat.S_ISREG(os.fstat(self._fd).st_mode)
     self._size = 0
+    self._old = False  # content that is to be dropped is still there
     if not self._regular:
       return
     try:
@@ -133,7 +138,9 @@ class ResultFile:
         )
       kept = self._scan() if existing == "keep" else 0
       self.cut = self._size - kept if existing == "keep" else 0
-      os.ftruncate(self._fd, kept)
+      self._old = existing == "drop" and self._size > 0
+      if not self._old:
+        os.ftruncate(self._fd, kept)
       os.lseek(self._fd, kept, os.SEEK_SET)
       self._size = kept
     except OSError as error:
@@ -182,6 +189,7 @@ class ResultFile:
 
   def append(self, data: bytes) -> None:
     """Writes whole lines. Raises OutputError, after cutting off what was written of them."""
+    self.drop_old()
     left = memoryview(data)
     try:
       while left:
@@ -194,6 +202,15 @@ class ResultFile:
       raise OutputError(self._failure(error)) from error
     self._size += len(data)
     self._dirty = True
+
+  def drop_old(self) -> None:
+    """Drops the content that was there before, if it is to be dropped. Raises OutputError."""
+    if self._old:
+      try:
+        os.ftruncate(self._fd, 0)
+      except OSError as error:
+        raise OutputError(f"{self.path}: cannot be emptied: {error.strerror}") from error
+      self._old = False
 
   def _failure(self, error: OSError) -> str:
     advice = {

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import signal
-import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,19 +55,34 @@ class Options:
     for name in ("resume", "overwrite"):
       if getattr(self, name) and self.output in (None, "-"):
         raise UsageError(f"--{name}: expected a file to write beside it, like --output=out.jsonl")
+    for name in ("prompts", "output", "metrics"):
+      if getattr(self, name) == "":
+        raise UsageError(f"--{name}: expected a path, got an empty one")
     if self.metrics is not None:
-      folder = os.path.dirname(self.metrics) or "."
-      if os.path.isdir(self.metrics) or not os.access(folder, os.W_OK):
+      path = os.path.realpath(self.metrics)
+      special = os.path.exists(path) and not os.path.isfile(path)
+      if special or not os.access(os.path.dirname(path), os.W_OK):
         raise UsageError(f"--metrics: {self.metrics}: expected a file in a writable directory")
-    with contextlib.suppress(OSError):
-      if self.prompts and self.output and os.path.samefile(self.prompts, self.output):
-        mode = os.stat(self.output).st_mode
-        if stat.S_ISREG(mode):
-          raise UsageError(f"--output: {self.output}: expected another file than --prompts")
+    for one, other in (("output", "prompts"), ("metrics", "prompts"), ("metrics", "output")):
+      first, second = getattr(self, one), getattr(self, other)
+      if first is not None and second is not None and _same_file(first, second):
+        raise UsageError(f"--{one}: {first}: expected another file than --{other}")
+
+
+def _same_file(first: str, second: str) -> bool:
+  """Whether two paths name one regular file, which may not be there yet."""
+  if "-" in (first, second):
+    return False
+  if os.path.realpath(first) == os.path.realpath(second):
+    return not os.path.exists(first) or os.path.isfile(first)
+  with contextlib.suppress(OSError):
+    return os.path.samefile(first, second) and os.path.isfile(first)
+  return False
 
 
 def write_metrics(path: str, metrics: Mapping[str, Any]) -> None:
   """Writes a JSON file in one step: whole, or not at all. Raises OutputError."""
+  path = os.path.realpath(path)  # a link stays a link
   temporary = f"{path}.{os.getpid()}.tmp"
   try:
     with open(temporary, "w", encoding="utf-8") as file:
@@ -134,6 +148,7 @@ def run_job(
     try:
       with stop:
         job.run(stop)
+      results.drop_old()
     finally:
       progress.close()
     if stop.signal:
@@ -213,7 +228,17 @@ def _advice(options: Options, job: Job, code: int) -> Iterator[str]:
 def print_plan(report: Callable[[], str]) -> int:
   """Prints a plan; errors end it as they end a job. Returns the exit code."""
   try:
-    print(report())
+    text = report()
+    if sys.stdout is None:
+      raise OutputError("standard output: cannot be written: it is closed")
+    try:
+      print(text, flush=True)
+    except OSError as error:
+      sys.stdout = None  # or it would be flushed, and fail, once more at exit
+      raise OutputError(f"standard output: cannot be written: {error.strerror}") from error
+  except OutputError as error:
+    say(f"error: {error}")
+    return Exit.OUTPUT
   except ConfigError as error:
     say(f"error: {error}")
     return Exit.USAGE

@@ -43,17 +43,26 @@ class Source:
   def next(self, patience: float) -> RawLine | None:
     """The next line; None when there is none within `patience` seconds, or at the end."""
     if self._queue is None:
-      line = next(self._lines, None)
+      try:
+        line = next(self._lines, None)
+      except OSError as error:
+        raise _unreadable(error) from error
       self.ended = line is None
       return line
     try:
       item = self._queue.get(block=patience > 0, timeout=patience or None)
     except queue.Empty:
       return None
+    if isinstance(item, OSError):
+      raise _unreadable(item) from item
     if isinstance(item, Exception):
       raise item
     self.ended = item is None
     return item
+
+
+def _unreadable(error: OSError) -> UsageError:
+  return UsageError(f"--prompts: cannot be read: {error.strerror}")
 
 
 def open_source(prompts: str | None, samples: Sequence[str | Mapping[str, Any]]) -> Source:
@@ -78,8 +87,11 @@ def count_lines(prompts: str | None, samples: Sequence[Any]) -> int | None:
     return len(samples)
   if prompts == "-" or not os.path.isfile(prompts):
     return None
-  with open(prompts, "rb") as file:
-    count, last = 0, b"\n"
-    while data := file.read(2**20):
-      count, last = count + data.count(b"\n"), data[-1:]
+  count, last = 0, b"\n"
+  try:
+    with open(prompts, "rb") as file:
+      while data := file.read(2**20):
+        count, last = count + data.count(b"\n"), data[-1:]
+  except OSError as error:
+    raise _unreadable(error) from error
   return count + (last != b"\n")

@@ -96,6 +96,8 @@ def load(source: str, dtype: str = "auto", *, weights: bool = True) -> Model:
 
 
 def _open(source: str) -> GGUFFile:
+  if not isinstance(source, str):
+    raise WeightsError(f"source: expected a string, got {source!r}")
   kind, _, rest = source.partition(":")
   if kind == "package" and rest:
     files = locate(rest)
