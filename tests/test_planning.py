@@ -37,9 +37,9 @@ def hold(layout, lengths, most=2000):
     at.append([0, n])
     slot = np.array([count], np.int32)
     while at[-1][0] < n:
-      # Chunks first, the last half one by one.
-      size = min(BUDGET, n // 2 - at[-1][0]) if at[-1][0] < n // 2 else 1
-      size = max(size, 1)
+      # Chunks first, then a few tokens at a time, and one by one at the end, as decoding does.
+      size = min(BUDGET, n // 2 - at[-1][0]) if at[-1][0] < n // 2 else 7
+      size = 1 if at[-1][0] + size > n - 8 else size
       ends = (np.array([x], np.int32) for x in (at[-1][0], at[-1][0] + size))
       tables, _, short = pages_lib.reserve(tables, layout, slot, *ends, size)
       if short.any():
