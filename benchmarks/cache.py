@@ -18,7 +18,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from absl import app, flags
 from machine import keep_compiled, machine, write
 
-SECTIONS = ("waste", "capacity", "host", "batching", "sharing")
+SECTIONS = ("waste", "capacity", "host", "batching", "sharing", "misses")
 
 _JSON = flags.DEFINE_string("json", None, "file for all figures")
 _QUICK = flags.DEFINE_bool("quick", False, "a small version of everything")
