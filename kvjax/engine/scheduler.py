@@ -141,8 +141,10 @@ class Scheduler:
       slots = np.array([w.slot for w in work], np.int32)
       starts = np.array([w.start for w in work], np.int32)
       stops = starts + np.array([w.count for w in work], np.int32)
-      # Only decoding looks ahead: completions of a prompt fork before anything is behind it.
-      ends = np.array([w.sequence.limit - 1 if w.decode else 0 for w in work], np.int32)
+      # Looking ahead begins behind the prompt: up to there its other completions may fork.
+      ends = np.array(
+        [w.sequence.limit - 1 if w.start >= w.sequence.prompt_length else 0 for w in work], np.int32
+      )
       copies, shortfall = self.cache.reserve(slots, starts, stops, ends)
       if not shortfall.any():
         break
