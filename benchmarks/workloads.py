@@ -6,7 +6,7 @@ import numpy as np
 
 from kvjax import testing
 from kvjax.geometry import Retention
-from kvjax.models.spec import ModelSpec, groups
+from kvjax.models.spec import ModelSpec
 
 
 def chat_lengths(count: int, seed: int = 0, longest: int = 2048) -> np.ndarray:
@@ -49,13 +49,7 @@ def spec_with_groups(count: int, context: int) -> ModelSpec:
   full = spec.layers[0]
   layers = [full]
   for i in range(count - 1):
-    retention = Retention(window=128 << (i % 3), chunk=None)
-    if i >= 3:
-      retention = Retention(window=(128 << (i % 3)) + 64)
+    retention = Retention(window=(128 << i % 3) + 64 * (i // 3))
     attention = dataclasses.replace(full.attention, retention=retention)
     layers.append(dataclasses.replace(full, attention=attention))
   return dataclasses.replace(spec, layers=tuple(layers), name=f"{count} groups")
-
-
-def group_names(spec: ModelSpec) -> list[str]:
-  return [g.name for g in groups(spec, "float32")]

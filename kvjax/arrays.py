@@ -5,6 +5,7 @@ no device), research code calls it inside jit with jax arrays. Everything else t
 the same spelling in both namespaces; scatters do not.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,32 +22,28 @@ def namespace(x: Array) -> Any:
 
 def scatter_set(x: Array, index: tuple[Array, ...] | Array, values: Array) -> Array:
   """A copy of x with x[index] = values; indices past the end are dropped, not errors."""
-  if isinstance(x, np.ndarray):
-    index, values = _inside(x, index, values)
-    out = x.copy()
-    out[index] = values
-    return out
-  return x.at[index].set(values, mode="drop")
+  return _scatter(x, index, values, np.ndarray.__setitem__, "set")
 
 
 def scatter_add(x: Array, index: tuple[Array, ...] | Array, values: Array) -> Array:
   """A copy of x with values added at index (repeats add up); indices past the end are dropped."""
-  if isinstance(x, np.ndarray):
-    index, values = _inside(x, index, values)
-    out = x.copy()
-    np.add.at(out, index, values)
-    return out
-  return x.at[index].add(values, mode="drop")
+  return _scatter(x, index, values, np.add.at, "add")
 
 
-def scatter_max(x: Array, index: Array, values: Array) -> Array:
+def scatter_max(x: Array, index: tuple[Array, ...] | Array, values: Array) -> Array:
   """A copy of x with x[index] = max(x[index], values); indices past the end are dropped."""
+  return _scatter(x, index, values, np.maximum.at, "max")
+
+
+def _scatter(
+  x: Array, index: Any, values: Array, on_host: Callable[..., None], on_device: str
+) -> Array:
   if isinstance(x, np.ndarray):
     index, values = _inside(x, index, values)
     out = x.copy()
-    np.maximum.at(out, index, values)
+    on_host(out, index, values)
     return out
-  return x.at[index].max(values, mode="drop")
+  return getattr(x.at[index], on_device)(values, mode="drop")
 
 
 def gather(x: Array, index: Array) -> Array:

@@ -298,7 +298,6 @@ class PrefixIndex:
     """Forgets everything; pages that nobody holds become free."""
     for root in list(self._roots.values()):
       self._cut(root)
-    self._roots.clear()
 
   def flush(self, pages: pages_lib.Pages) -> pages_lib.Pages:
     """The tables with the stamps that the index wants."""

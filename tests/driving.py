@@ -86,12 +86,6 @@ class Stub(Scheduled):
     for token in prompt:
       self.hashes.append(prefix_hash(self.hashes[-1], token))
 
-  def push(self) -> None:
-    """One more token, as the model would choose it."""
-    token = next_token(self.hashes[-1], self.order[2])
-    self.tokens.append(token)
-    self.hashes.append(prefix_hash(self.hashes[-1], token))
-
 
 def hash_of(salt) -> int:
   return 0 if salt is None else 1 + sum(salt.encode())

@@ -201,13 +201,12 @@ def build(plan: Plan, shape: Shape, sampling: SlotSampling) -> tuple[Batch, np.n
     if w.samples:
       sampled[where[-1]] = begin + w.count - 1
       sampled_slots[where[-1]] = w.slot
-  bias = _bias(plan, where, shape.bias_entries, len(sampled))
   batch = Batch(
     tokens=tokens,
     slots=slots,
     positions=positions,
     sampled=sampled,
-    sampling=sampling.rows(sampled_slots, bias),
+    sampling=_sampling(plan, shape, sampling, where, sampled_slots),
     decode_rows=d,
     query_block=block,
   )
@@ -239,17 +238,23 @@ def _build_rows(
     if w.samples:
       sampled[i] = part.stop - 1
       sampled_slots[i] = w.slot
-  bias = _bias(plan, where, shape.bias_entries, most)
   batch = Batch(
     tokens=tokens,
     slots=slots,
     positions=positions,
     sampled=sampled,
-    sampling=sampling.rows(sampled_slots, bias),
+    sampling=_sampling(plan, shape, sampling, where, sampled_slots),
     decode_rows=rows,
     query_block=shape.query_block,
   )
   return batch, np.zeros(rows, np.int32), where
+
+
+def _sampling(
+  plan: Plan, shape: Shape, sampling: SlotSampling, where: list[int], slots: np.ndarray
+) -> Sampling:
+  """Parameters of the sampled rows: `slots` int [R], `where` as `build` returns it."""
+  return sampling.rows(slots, _bias(plan, where, shape.bias_entries, len(slots)))
 
 
 def _bias(plan: Plan, where: list[int], entries: int, rows: int) -> tuple[np.ndarray, ...]:

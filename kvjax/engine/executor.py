@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -86,7 +87,8 @@ class Executor:
     self._prepare(plan)
     state = self._state.replace(pages=plan.pages)
     args = (self._params, state, batch) + ((stops,) if shape.steps > 1 else ())
-    self._state, packed = self._program(shape, args)(*args)
+    program = self._program(shape, lambda: self._compile(shape, args))
+    self._state, packed = program(*args)
     packed.copy_to_host_async()
     return Dispatched(plan, rows, packed)
 
@@ -101,7 +103,7 @@ class Executor:
         tokens = np.zeros(self._state.tokens.shape[1], np.int32)
         tokens[: len(sequence.tokens)] = sequence.tokens
         args: tuple[Any, ...] = (self._state.tokens, np.int32(slot), tokens)
-        new = self._run("tokens of a cached prefix", _place_tokens, args)
+        new = self._beside("tokens of a cached prefix", _place_tokens, args)
         self._state = self._state.replace(tokens=new)
     if plan.copies is not None:
       # A sequence writes one shared page in a step at most: the one that it goes on in.
@@ -110,31 +112,29 @@ class Executor:
         Copies(*(np.pad(ids, (0, most - len(ids)), constant_values=NO_PAGE) for ids in copy))
         for copy in plan.copies
       )
-      pools = self._run("copies of shared pages", _copy_pages, (self._state.pools, copies))
+      pools = self._beside("copies of shared pages", _copy_pages, (self._state.pools, copies))
       self._state = self._state.replace(pools=pools)
 
-  def _run(self, name: str, function: Any, args: tuple[Any, ...]) -> Any:
+  def _beside(self, name: str, function: Any, args: tuple[Any, ...]) -> Any:
     """A small program beside the steps; its first argument is donated, and its result is alike."""
-    program = self._programs.get(name)
-    if program is None:
-      start = time.perf_counter()
+
+    def compile() -> Any:
       shardings = jax.tree.map(lambda x: x.sharding, args[0])
-      jitted = jax.jit(function, donate_argnums=0, out_shardings=shardings)
-      program = self._programs[name] = jitted.lower(*args).compile()
-      self.compiled[name] = time.perf_counter() - start
-    return program(*args)
+      return jax.jit(function, donate_argnums=0, out_shardings=shardings).lower(*args).compile()
+
+    return self._program(name, compile)(*args)
 
   @property
   def compile_seconds(self) -> float:
     return sum(self.compiled.values())
 
-  def _program(self, shape: Shape, args: tuple[Any, ...]) -> Any:
-    program = self._programs.get(shape)
+  def _program(self, key: Shape | str, compile: Callable[[], Any]) -> Any:
+    """A program that is kept; compiled, and timed, when it is first asked for."""
+    program = self._programs.get(key)
     if program is None:
       start = time.perf_counter()
-      program = self._compile(shape, args)
-      self._programs[shape] = program
-      self.compiled[shape] = time.perf_counter() - start
+      program = self._programs[key] = compile()
+      self.compiled[key] = time.perf_counter() - start
     return program
 
   def _compile(self, shape: Shape, args: tuple[Any, ...]) -> Any:

@@ -22,7 +22,7 @@ Policy, in the order in which it is applied:
 
 import bisect
 import dataclasses
-from collections.abc import Callable
+import operator
 from typing import NamedTuple
 
 import numpy as np
@@ -41,6 +41,8 @@ PATIENCE = 16
 
 _CANDIDATES = 32  # waiting sequences that one step looks at
 _MOST_LACKING = 4  # of them such that lack pages
+
+_order = operator.attrgetter("order")
 
 
 @dataclasses.dataclass(slots=True)  # not frozen: one is made for every sequence in every step
@@ -192,8 +194,7 @@ class Scheduler:
       if lead is None and self._must_wait(s):
         continue
       if promised is None:
-        prompts = [r for r in self.running if r.remaining > 1]
-        promised = self.cache.promised(prompts, self._step_tokens)
+        promised = self._promised(self.running)
       hit = None if lead is not None else self.cache.hit(s)
       need = self._need(s, lead, hit)
       fits = bool(self._free_slots) and bool((need <= self.cache.available() - promised).all())
@@ -257,6 +258,10 @@ class Scheduler:
       need = np.minimum(need + growth, np.maximum([g.pages for g in self.layout], need))
     return need
 
+  def _promised(self, sequences: list[Scheduled]) -> np.ndarray:
+    """int [groups]: pages that those of the sequences take whose prompts are not done."""
+    return self.cache.promised([r for r in sequences if r.remaining > 1], self._step_tokens)
+
   def _outranks(self, s: Scheduled) -> bool:
     return bool(self.running) and self.running[-1].order[0] > s.order[0]
 
@@ -266,8 +271,7 @@ class Scheduler:
     need = self._need(s, None, None)
     lower = [r for r in self.running if r.order[0] > s.order[0]]
     others = [r for r in self.running if r.order[0] <= s.order[0]]
-    prompts = [r for r in others if r.remaining > 1]
-    promised = self.cache.promised(prompts, self._step_tokens)
+    promised = self._promised(others)
     held = np.array(
       [
         len({int(x) for r in others for x in p.table[r.slot] if x < g.pages})
@@ -278,8 +282,7 @@ class Scheduler:
       return False
     while lower:
       self._withdraw(lower.pop())
-      prompts = [r for r in self.running if r.remaining > 1]
-      free = self.cache.available() - self.cache.promised(prompts, self._step_tokens)
+      free = self.cache.available() - self._promised(self.running)
       need = self._need(s, None, self.cache.hit(s))
       if (need <= free).all():
         return True
@@ -356,6 +359,3 @@ class Scheduler:
     for other in self.waiting[:_CANDIDATES]:
       if other.preempted and not other.in_flight:
         self.cache.touch(other)
-
-
-_order: Callable[[Scheduled], tuple[int, int, int]] = lambda s: s.order  # noqa: E731
