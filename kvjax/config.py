@@ -139,6 +139,9 @@ class SchedulerConfig(Section):
     words="a tuple of strictly increasing integers in [1, 65536]",
     test=_increasing,
   )
+  look_ahead: int = key(
+    4, "tokens for which a decoding sequence takes its pages at once, where there are enough", 1, 64
+  )
   overlap: bool = key(True, "plan the next step while the device runs this one")
 
 

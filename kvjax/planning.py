@@ -31,7 +31,7 @@ def plan(
   max_sequences: int = 8,
   max_length: int | None = None,
   step_tokens: int = STEP_TOKENS,
-  shared_step: bool = False,
+  decode_tokens: int | None = None,
   dtype: str = "float32",
   available_bytes: int | None = None,
 ) -> Layout:
@@ -43,8 +43,9 @@ def plan(
     max_sequences: sequences that run at once.
     max_length: tokens per sequence, prompt and output; the model's context when None.
     step_tokens: most tokens that one sequence gains in one step (the prefill chunk).
-    shared_step: all sequences together gain at most that many in one step, as in the engine, so
-      that windows of one chunk at a time are enough.
+    decode_tokens: where all sequences together gain at most step_tokens in one step, as in the
+      engine: most tokens for which one that computes no prompt takes pages at once. None: any may
+      gain step_tokens, whatever the others do.
     dtype: of the model; the cache has it too unless `cache.dtype` says otherwise.
     available_bytes: budget when `cache.memory_bytes` is None; measured when None.
 
@@ -92,7 +93,7 @@ def plan(
   planned = tuple(g for g in single if g.name not in declared)
   spare = cache.memory_bytes is not None and cache.prefix_sharing
   counts = _divide(
-    planned, _workload(cache, longest), max_sequences, longest, budget, spare, shared_step
+    planned, _workload(cache, longest), max_sequences, longest, budget, spare, decode_tokens
   )
   try:
     return tuple(geometry(group, declared.get(group.name) or counts[group.name]) for group in found)
@@ -116,7 +117,7 @@ def _divide(
   longest: int,
   budget: int,
   spare: bool,
-  shared_step: bool,
+  decode_tokens: int | None,
 ) -> dict[str, int]:
   """Pages of each group: `sequences` of `lengths` in turn, or as many as the budget holds; more
   with `spare`. Without lengths, the longest common one."""
@@ -125,7 +126,7 @@ def _divide(
 
   def pages(count: float, mix: tuple[int, ...]) -> dict[str, int]:
     # Always room for one sequence of the longest kind, and never more than an index can address.
-    step = 1 if shared_step else layout[0].step_tokens
+    step = decode_tokens or layout[0].step_tokens
     return {
       g.name: min(max(g.room(mix, count, step), g.peak_pages(max(mix))), g.most_pages)
       for g in layout
@@ -204,7 +205,7 @@ def plan_for(model: Model, config: Config) -> Layout:
     max_sequences=scheduler.max_sequences,
     max_length=config.model.max_length,
     step_tokens=max(scheduler.token_budget, scheduler.decode_steps),
-    shared_step=True,
+    decode_tokens=max(scheduler.look_ahead, scheduler.decode_steps),
     dtype=model.dtype,
   )
 

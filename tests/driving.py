@@ -155,9 +155,7 @@ class Driver:
       assert self.steps - start < most, "no progress"
 
   def _compute(self, plan: Plan) -> None:
-    self.log.update(
-      repr([(w.slot, w.start, w.count) for w in (*plan.decode, *plan.prefill)]).encode()
-    )
+    self.log.update(repr([(w.slot, w.start, w.count) for w in plan.work()]).encode())
     for a in plan.admitted:
       fork = a.found and a.found == a.sequence.prompt_length - 1 and len(a.sequence.siblings) > 1
       self.counts["forks" if fork else "hits"] += bool(a.found)
@@ -169,7 +167,7 @@ class Driver:
         assert len(target) <= len(plan.pages[0].first)
         content[target] = content[source]
         self.counts["copies"] += len(target)
-    work = (*plan.decode, *plan.prefill)
+    work = plan.work()
     assert len({w.slot for w in work}) == len(work)
     for w in work:
       # Tokens in flight are known to the device, and to whoever knows the model.
@@ -226,7 +224,7 @@ class Driver:
     )
 
   def _read(self, plan: Plan) -> None:
-    for w in (*plan.decode, *plan.prefill):
+    for w in plan.work():
       s = w.sequence
       for _ in range(w.samples):
         if s.ended:

@@ -24,7 +24,7 @@ def plan(spec: ModelSpec, memory, *, lengths=(), sequences=1000, longest=256, **
     max_sequences=sequences,
     max_length=longest,
     step_tokens=BUDGET,
-    shared_step=True,
+    decode_tokens=1,
   )
 
 

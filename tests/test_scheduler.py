@@ -48,7 +48,7 @@ def group(name, page_size, window, pages, slots, budget, longest=64):
 
 def read(plan):
   """The host reads the step: sampled tokens become known."""
-  for w in (*plan.decode, *plan.prefill):
+  for w in plan.work():
     w.sequence.tokens += [7] * w.samples
 
 
@@ -108,7 +108,7 @@ def test_everything_is_served_within_budgets(data):
     assert len(batch.tokens) == shape.decode_rows + shape.prefill_blocks * shape.query_block
     assert len(set(rows)) == len(rows)
     assert (batch.slots < slots).sum() == len(plan.decode) + sum(w.count for w in plan.prefill)
-    for w in (*plan.decode, *plan.prefill):
+    for w in plan.work():
       for g, p in zip(layout, plan.pages, strict=True):
         need = g.span(w.start, w.count)
         assert p.first[w.slot] <= need.start
@@ -136,7 +136,7 @@ def run(scheduler, most=500):
       read(plan)
       done += [
         w.sequence
-        for w in (*plan.decode, *plan.prefill)
+        for w in plan.work()
         if w.sequence.slot is None and len(w.sequence.tokens) == w.sequence.limit
       ]
   return done
@@ -182,7 +182,7 @@ def test_decoding_goes_on_beside_long_prompts():
   for _ in range(7):
     plan = scheduler.plan()
     read(plan)
-    assert [w.sequence for w in plan.decode] == [short]
+    assert plan.decode == [short]
     assert sum(w.count for w in plan.prefill) == 8
 
 
@@ -222,7 +222,7 @@ def served(scheduler, most=2000):
     plan = scheduler.plan()
     if plan is not None:
       read(plan)
-      plans.append({w.sequence: w for w in (*plan.decode, *plan.prefill)})
+      plans.append({w.sequence: w for w in plan.work()})
   return plans
 
 

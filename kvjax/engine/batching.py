@@ -7,7 +7,7 @@ import numpy as np
 
 from kvjax.config import SchedulerConfig
 from kvjax.engine.scheduler import Plan
-from kvjax.engine.sequence import Scheduled, Sequence
+from kvjax.engine.sequence import Sequence
 from kvjax.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from kvjax.sampling import Sampling
 from kvjax.state import FROM_STATE
@@ -88,7 +88,7 @@ def shape_of(plan: Plan, config: SchedulerConfig, invariant: bool = False) -> Sh
     return invariant_shape(config)
   block = config.query_block
   blocks = sum(-(-w.count // block) for w in plan.prefill)
-  entries = sum(_sequence(w.sequence).biases for w in (*plan.decode, *plan.prefill))
+  entries = sum([s.biases for s in _sequences(plan)])
   if blocks:
     rows = config.max_sequences if plan.decode else 0
     blocks = _bucket(prefill_buckets(config), blocks)
@@ -160,11 +160,11 @@ def build(plan: Plan, shape: Shape, sampling: SlotSampling) -> tuple[Batch, np.n
   """Fills the arrays of a call.
 
   Returns:
-    (batch, stops int32 [decode_rows], sampled row of each Work in plan.decode + plan.prefill).
+    (batch, stops int32 [decode_rows], sampled row of each of plan.decode + plan.prefill).
     stops bounds the positions that a call of several decode steps may compute.
   """
   for admission in plan.admitted:
-    sampling.fill(_sequence(admission.sequence), admission.slot)
+    sampling.fill(cast(Sequence, admission.sequence), admission.slot)
   if shape.sampled_rows < shape.decode_rows:
     return _build_rows(plan, shape, sampling)
   d, block = shape.decode_rows, shape.query_block
@@ -187,9 +187,8 @@ def build(plan: Plan, shape: Shape, sampling: SlotSampling) -> tuple[Batch, np.n
   rank = np.empty(n, np.int64)
   rank[order] = np.arange(n)
   where = rank.tolist()
-  for row, w in zip(where, plan.decode, strict=True):
-    if w.start < w.sequence.settled:  # the last one of a prompt, say
-      tokens[row] = w.sequence.tokens[w.start]
+  for i in plan.known:  # the last one of a prompt, say
+    tokens[where[i]] = plan.decode[i].tokens[plan.starts[i]]
   at = 0
   for w in plan.prefill:
     begin = d + at * block
@@ -224,7 +223,7 @@ def _build_rows(
   sampled_slots = np.full(most, sampling.slots, np.int64)
   where, at = [], 0
   # Neighbouring rows share a loop over keys, so rows of like length stand together.
-  work = (*plan.decode, *plan.prefill)
+  work = plan.work()
   begin = [0] * len(work)
   for i in sorted(range(len(work)), key=lambda i: work[i].start):
     begin[i], at = at, at + work[i].count
@@ -264,16 +263,15 @@ def _bias(plan: Plan, where: list[int], entries: int, rows: int) -> tuple[np.nda
   at = 0
   if not entries:
     return row, token, value, until
-  for w, r in zip((*plan.decode, *plan.prefill), where, strict=True):
-    n = _sequence(w.sequence).biases
-    if n:
-      part = slice(at, at + n)
+  for s, r in zip(_sequences(plan), where, strict=True):
+    if s.biases:
+      part = slice(at, at + s.biases)
       row[part] = r
-      token[part], value[part], until[part] = _sequence(w.sequence).bias
-      at += n
+      token[part], value[part], until[part] = s.bias
+      at += s.biases
   return row, token, value, until
 
 
-def _sequence(s: Scheduled) -> Sequence:
-  """Whatever reaches a device is a whole sequence."""
-  return cast(Sequence, s)
+def _sequences(plan: Plan) -> list[Sequence]:
+  """Those of plan.decode and plan.prefill. Whatever reaches a device is a whole sequence."""
+  return cast(list[Sequence], plan.decode + [w.sequence for w in plan.prefill])

@@ -12,10 +12,6 @@ from kvjax.engine.sequence import Scheduled
 from kvjax.geometry import NO_PAGE, Layout
 from kvjax.prefix import Boundary, PrefixIndex, padded
 
-LOOK_AHEAD = 4
-"""Tokens for which a decoding sequence takes its pages at once, where there are enough: in the
-steps between, the tables need no change. A page is held so many steps early at most."""
-
 _NEVER = 2**62  # a length that no sequence reaches
 
 Copy = tuple[np.ndarray, np.ndarray]  # pages to copy from and to, int32 [m] each
@@ -27,6 +23,8 @@ class CacheManager:
   Args:
     layout: the groups.
     sharing: whether prefixes are shared at all.
+    look_ahead: tokens for which a decoding sequence takes its pages at once, where there are
+      enough: in the steps between, the tables need no change.
     checked: whether every invariant is checked after every change (for tests and debugging).
 
   Attributes:
@@ -36,7 +34,9 @@ class CacheManager:
     forks: whether completions of one prompt share the pages of the first.
   """
 
-  def __init__(self, layout: Layout, sharing: bool = True, checked: bool = False):
+  def __init__(
+    self, layout: Layout, sharing: bool = True, checked: bool = False, look_ahead: int = 4
+  ):
     self.layout = layout
     self.pages = pages_lib.init(layout, np)
     shareable = any(g.reusable for g in layout)
@@ -45,7 +45,7 @@ class CacheManager:
     # A completion goes back by one token when it forks; a recurrent state cannot.
     self.forks = sharing and not any(g.retention.state for g in layout)
     self._checked = checked
-    self._look_ahead = min(LOOK_AHEAD, *(g.step_tokens for g in layout))
+    self._look_ahead = min(look_ahead, *(g.step_tokens for g in layout))
     # Positions of each slot up to which nothing needs to be reserved any more.
     self._covered = np.zeros(layout[0].max_sequences, np.int32)
 
@@ -165,19 +165,21 @@ class CacheManager:
     following = self.index.following(max(s.boundary.length, length))
     s.next_boundary = _NEVER if following is None or following > s.settled else following
 
+  def covers(self, slots: np.ndarray, stops: np.ndarray) -> bool:
+    """Whether all positions below `stops` are writable as things are."""
+    return bool((stops <= self._covered[slots]).all())
+
   def reserve(
     self, slots: np.ndarray, starts: np.ndarray, stops: np.ndarray, ends: np.ndarray
   ) -> tuple[tuple[Copy, ...] | None, np.ndarray]:
     """Makes the positions [starts, stops) of running sequences writable, see `pages.reserve`.
 
     Args (int32 [n]):
-      ends: positions beyond which the sequences will never write.
+      ends: positions up to which pages may be taken early.
 
     Returns:
       (pages to copy before the step, by group, or None for none; shortfall int32 [groups]).
     """
-    if (stops <= self._covered[slots]).all():
-      return None, np.zeros(len(self.layout), np.int32)
     ahead = np.maximum(stops, np.minimum(starts + self._look_ahead, ends))
     copies, shortfall = self._reserve(slots, starts, ahead)
     if shortfall.any():

@@ -11,7 +11,7 @@ import numpy as np
 from kvjax import state as state_lib
 from kvjax import steps as step_lib
 from kvjax.engine.batching import Shape, SlotSampling, build
-from kvjax.engine.scheduler import Plan, Work
+from kvjax.engine.scheduler import Plan
 from kvjax.geometry import NO_PAGE, Layout
 from kvjax.models.decoder import Params
 from kvjax.models.spec import ModelSpec
@@ -28,7 +28,7 @@ class Dispatched:
   """A step that the device is working on."""
 
   plan: Plan
-  rows: list[int]  # sampled row of each Work in plan.decode + plan.prefill
+  rows: list[int]  # sampled row of each of plan.decode + plan.prefill
   packed: jax.Array
 
 
@@ -179,12 +179,6 @@ def _place_tokens(tokens: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Arr
 
 def _copy_pages(pools: Any, copies: tuple[Copies, ...]) -> Any:
   return tuple(state_lib.copy_pages(pool, c) for pool, c in zip(pools, copies, strict=True))
-
-
-def works(dispatched: Dispatched) -> list[tuple[Work, int]]:
-  """Each Work of a step with its sampled row."""
-  plan = dispatched.plan
-  return list(zip((*plan.decode, *plan.prefill), dispatched.rows, strict=True))
 
 
 def enable_compilation_cache(directory: str | None) -> None:

@@ -16,7 +16,7 @@ from kvjax import pages as pages_lib
 from kvjax.config import Config
 from kvjax.engine.batching import shape_of
 from kvjax.engine.cache_manager import CacheManager
-from kvjax.engine.executor import Dispatched, Executor, works
+from kvjax.engine.executor import Dispatched, Executor
 from kvjax.engine.scheduler import Plan, Scheduler
 from kvjax.engine.sequence import Sequence
 from kvjax.errors import RequestError
@@ -54,7 +54,9 @@ class Engine:
     self._spec = model.spec
     self._clock = clock
     cache = config.cache
-    self._cache = CacheManager(self.layout, cache.prefix_sharing, cache.check_invariants)
+    self._cache = CacheManager(
+      self.layout, cache.prefix_sharing, cache.check_invariants, config.scheduler.look_ahead
+    )
     self._scheduler = Scheduler(self._cache, config.scheduler)
     self._invariant = config.model.numerics == "batch_invariant"
     self._namespace = namespace(f"{model.source} {model.dtype} {model.spec}", self.layout)
@@ -243,29 +245,38 @@ class Engine:
     self.metrics.seconds += seconds
     if dispatched.plan.prefill:
       self.metrics.prefill_seconds += seconds
-    done = []
-    tokens, finite = results.tokens, results.finite
+    plan, done = dispatched.plan, []
+    counts = (plan.stops - plan.starts)[: len(plan.decode)].tolist()
+    sampled = list(zip(plan.decode, dispatched.rows, counts, strict=False))
+    sampled += [
+      (w.sequence, row, w.samples)
+      for w, row in zip(plan.prefill, dispatched.rows[len(plan.decode) :], strict=True)
+    ]
     gaps: dict[float, int] = {}  # tokens by the time of the one before, which most share
-    for w, row in works(dispatched):
-      s = cast(Sequence, w.sequence)
-      for i in range(w.samples):
+    for i in range(plan.steps):
+      tokens, finite = results.tokens[i], results.finite[i]
+      for s, row, count in cast(list[tuple[Sequence, int, int]], sampled):
+        if i >= count:
+          continue
         if s.finish_reason is not None:
-          self.metrics.discarded_tokens += w.samples - i
-          break
-        if not finite[i][row]:
+          self.metrics.discarded_tokens += 1
+          continue
+        if not finite[row]:
           s.finish_reason = "error"
           done.append(self._finish(s))
           continue
-        wanted = s.request.sampling.logprobs
-        s.accept(tokens[i][row], None if wanted is None else results.logprobs(row, i, wanted))
+        wanted = s.logprobs_wanted
+        s.accept(tokens[row], None if wanted is None else results.logprobs(row, i, wanted))
         self.metrics.decode_tokens += 1
-        if s.last_token_at is None:
-          self.metrics.time_to_first_token.add(now - s.arrived)
-        elif now > s.last_token_at:
-          # Tokens of one call arrive together: the gap before them is shared by all of them.
-          gap = (now - s.last_token_at) / w.samples
-          gaps[gap] = gaps.get(gap, 0) + w.samples
-        s.last_token_at = now
+        before = s.last_token_at
+        if before != now:
+          if before is None:
+            self.metrics.time_to_first_token.add(now - s.arrived)
+          else:
+            # Tokens of one call arrive together: the gap before them is shared by all of them.
+            gap = (now - before) / count
+            gaps[gap] = gaps.get(gap, 0) + count
+          s.last_token_at = now
         if s.finish_reason is not None:
           done.append(self._finish(s))
     for gap, count in gaps.items():

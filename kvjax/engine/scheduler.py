@@ -45,7 +45,7 @@ _MOST_LACKING = 4  # of them such that lack pages
 _order = operator.attrgetter("order")
 
 
-@dataclasses.dataclass(slots=True)  # not frozen: one is made for every sequence in every step
+@dataclasses.dataclass(frozen=True, slots=True)
 class Work:
   """One sequence's part of a step: the positions [start, start + count)."""
 
@@ -55,7 +55,6 @@ class Work:
   count: int
   samples: int  # tokens sampled: 0 inside a prompt, 1, or up to decode_steps
   decode: bool  # feeds the last known token; otherwise a chunk of a prompt
-  reached: int  # most tokens of the sequence ever computed before; below it, this is recomputation
 
 
 class Admission(NamedTuple):
@@ -71,19 +70,25 @@ class Admission(NamedTuple):
 class Plan:
   """What one device call computes.
 
+  Decoding sequences are hundreds in every step and all alike, so there is no object for each: row i
+  of the arrays is decode[i], and the chunks in `prefill` come after them.
+
   Attributes:
-    decode, prefill: rows of one token, and chunks.
+    decode: sequences that feed their last token.
+    known: those of them (indices) whose last token came with them, and not from a step of this run.
+    prefill: chunks of prompts.
     steps: decode steps in the call; more than 1 only without prefill.
     pages: the tables as this call sees them (numpy).
     admitted: sequences that are new in their slots.
     copies: pages to be copied before the call, by group; None for none.
-    slots, starts, stops: int32 [n] of decode + prefill.
+    slots, starts, stops: int32 [n] of decode + prefill: the positions [start, stop) are computed.
     computed_before, prompt_tokens: how many of the step's tokens are recomputed, and how many are
       prompt tokens that were never computed before.
   """
 
-  decode: tuple[Work, ...]
-  prefill: tuple[Work, ...]
+  decode: list[Scheduled]
+  known: list[int]
+  prefill: list[Work]
   steps: int
   pages: pages_lib.Pages
   admitted: tuple[Admission, ...]
@@ -93,6 +98,21 @@ class Plan:
   stops: np.ndarray
   computed_before: int
   prompt_tokens: int
+
+  def work(self) -> list[Work]:
+    """Every sequence's part, decoding ones first."""
+    n = len(self.decode)
+    places = zip(
+      self.decode,
+      self.slots[:n].tolist(),
+      self.starts[:n].tolist(),
+      self.stops[:n].tolist(),
+      strict=True,
+    )
+    rows = [
+      Work(s, slot, start, stop - start, stop - start, True) for s, slot, start, stop in places
+    ]
+    return rows + self.prefill
 
 
 class Scheduler:
@@ -134,37 +154,35 @@ class Scheduler:
     self.cache.publish(self.running)
     self._admit()
     while True:
-      work = self._work()
-      if not work:
+      decode, prefill = self._work()
+      if not decode and not prefill:
         return None
-      if len(work) < len(self.running):
-        busy = {w.slot for w in work}
+      # One scan for each column: what is done for every row of every step is the host's time.
+      slots = np.array([s.slot for s in decode] + [w.slot for w in prefill], np.int32)
+      starts = np.array([s.computed for s in decode] + [w.start for w in prefill], np.int32)
+      steps = 1 if prefill or self.waiting else self.config.decode_steps
+      counts = self._counts(decode, prefill, steps)
+      stops = starts + counts
+      if len(slots) < len(self.running):
+        busy = set(slots.tolist())
         self.cache.retire([s for s in self.running if s.slot not in busy])
-      slots = np.array([w.slot for w in work], np.int32)
-      starts = np.array([w.start for w in work], np.int32)
-      stops = starts + np.array([w.count for w in work], np.int32)
-      # Looking ahead begins behind the prompt: up to there its other completions may fork.
-      ends = np.array(
-        [w.sequence.limit - 1 if w.start >= w.sequence.prompt_length else 0 for w in work], np.int32
-      )
-      copies, shortfall = self.cache.reserve(slots, starts, stops, ends)
-      if not shortfall.any():
+      copies, shortfall = None, None
+      if not self.cache.covers(slots, stops):
+        copies, shortfall = self.cache.reserve(slots, starts, stops, self._ends(decode, prefill))
+      if shortfall is None or not shortfall.any():
         break
       self._preempt(shortfall)
-    again = fresh = 0
-    for w in work:
-      if w.start < w.reached or w.start < w.sequence.prompt_length:
-        known = max(min(w.start + w.count, w.reached) - w.start, 0)
-        again += known
-        fresh += max(min(w.start + w.count, w.sequence.prompt_length) - w.start - known, 0)
-    # Decode rows come first, see `_work`.
-    first = next((i for i, w in enumerate(work) if not w.decode), len(work))
-    decode, prefill = tuple(work[:first]), tuple(work[first:])
+    known = [i for i, s in enumerate(decode) if s.computed < s.settled]
+    again, fresh = _kinds([(decode[i], decode[i].computed, 1) for i in known])
+    if prefill:
+      more = _kinds([(w.sequence, w.start, w.count) for w in prefill])
+      again, fresh = again + more[0], fresh + more[1]
     admitted, self._admitted = tuple(self._admitted), []
     plan = Plan(
       decode=decode,
+      known=known,
       prefill=prefill,
-      steps=1 if prefill else max(w.samples for w in work),
+      steps=1 if steps == 1 else int(counts.max()),
       pages=self.cache.pages,
       admitted=admitted,
       copies=copies,
@@ -175,7 +193,7 @@ class Scheduler:
       prompt_tokens=fresh,
     )
     self._shortest_first = bool(prefill) and not self._shortest_first
-    self._advance(work)
+    self._advance(decode, prefill, counts)
     return plan
 
   # Admission.
@@ -290,33 +308,42 @@ class Scheduler:
 
   # Work.
 
-  def _work(self) -> list[Work]:
-    """What every running sequence computes next, within the token budget."""
+  def _work(self) -> tuple[list[Scheduled], list[Work]]:
+    """What every running sequence computes next, within the token budget: those that decode, and
+    the chunks of the others' prompts."""
+    decode = [s for s in self.running if s.computed and s.length - s.computed == 1]
+    if len(decode) == len(self.running):
+      return decode, []
     tokens, blocks = self.config.token_budget, self._most_blocks
     block = self.config.query_block
-    work, prompts = [], []
-    for s in self.running:
-      if s.length - s.computed == 1 and s.computed:
-        work.append(s)
-      else:
-        prompts.append(s)
-    steps = 1 if prompts or self.waiting else self.config.decode_steps
-    out = []
-    for s in work:
-      assert s.slot is not None
-      count = 1 if steps == 1 else min(steps, s.limit - s.length)
-      out.append(Work(s, s.slot, s.computed, count, count, True, s.reached))
+    decoding = set(map(id, decode))
+    prompts = [s for s in self.running if id(s) not in decoding]
     if self._shortest_first:
       prompts.sort(key=lambda s: s.remaining)  # stable: the older of equals first
+    out = []
     for s in prompts:
       assert s.slot is not None
       count = min(s.remaining, tokens, blocks * block, self._step_tokens)
       if count > 0:
         tokens -= count
         blocks -= -(-count // block)
-        samples = int(count == s.remaining)
-        out.append(Work(s, s.slot, s.computed, count, samples, False, s.reached))
-    return out
+        out.append(Work(s, s.slot, s.computed, count, int(count == s.remaining), False))
+    return decode, out
+
+  def _counts(self, decode: list[Scheduled], prefill: list[Work], steps: int) -> np.ndarray:
+    """int32 [n]: tokens that each row of a plan computes."""
+    if steps == 1:
+      return np.array([1] * len(decode) + [w.count for w in prefill], np.int32)
+    return np.minimum(np.array([s.limit - s.length for s in decode], np.int32), np.int32(steps))
+
+  def _ends(self, decode: list[Scheduled], prefill: list[Work]) -> np.ndarray:
+    """int32 [n]: positions up to which pages may be taken early. That begins behind the prompt, up
+    to which its other completions may fork, and takes nothing that somebody waits for."""
+    if self.waiting and self._free_slots:
+      return np.zeros(len(decode) + len(prefill), np.int32)
+    ends = [s.limit - 1 if s.computed >= s.prompt_length else 0 for s in decode]
+    ends += [w.sequence.limit - 1 if w.start >= w.sequence.prompt_length else 0 for w in prefill]
+    return np.array(ends, np.int32)
 
   def _preempt(self, shortfall: np.ndarray) -> None:
     if len(self.running) == 1:
@@ -334,15 +361,21 @@ class Scheduler:
     self.preemptions += 1
     self.add(victim)
 
-  def _advance(self, work: list[Work]) -> None:
+  def _advance(self, decode: list[Scheduled], prefill: list[Work], counts: np.ndarray) -> None:
     """Counts a planned step as done; a sequence that has all its tokens leaves at once, since the
     device runs steps in order and nothing later can disturb this one."""
     ended = []
-    for w in work:
-      s = w.sequence
-      s.computed = computed = w.start + w.count
+    for s, count in zip(decode, counts.tolist(), strict=False):
+      s.computed = computed = s.computed + count
+      s.length = length = s.length + count
       if computed > s.reached:
         s.reached = computed
+      if length >= s.limit:
+        ended.append(s)
+    for w in prefill:
+      s = w.sequence
+      s.computed = w.start + w.count
+      s.reached = max(s.reached, s.computed)
       s.length += w.samples
       if s.length >= s.limit:
         ended.append(s)
@@ -359,3 +392,13 @@ class Scheduler:
     for other in self.waiting[:_CANDIDATES]:
       if other.preempted and not other.in_flight:
         self.cache.touch(other)
+
+
+def _kinds(parts: list[tuple[Scheduled, int, int]]) -> tuple[int, int]:
+  """Of (sequence, start, count): tokens computed before, and prompt tokens that were not."""
+  again = fresh = 0
+  for s, start, count in parts:
+    known = max(min(start + count, s.reached) - start, 0)
+    again += known
+    fresh += max(min(start + count, s.prompt_length) - start - known, 0)
+  return again, fresh

@@ -67,6 +67,7 @@ class Sequence(Scheduled):
   Attributes:
     request, index: which completion of which request.
     finish_reason: why it ended; None before.
+    logprobs_wanted: how many most likely tokens to report besides; None for no logprobs.
     bias, biases: its logit-bias entries, and how many there are.
     arrived, last_token_at: on the engine's clock.
   """
@@ -98,26 +99,29 @@ class Sequence(Scheduled):
     self.bias = _bias(sampling, self.stop_ids, self.prompt_length)
     self.biases = len(self.bias[0])
     self.text = IncrementalDetokenizer(tokenizer, sampling.stop)
+    self.logprobs_wanted = sampling.logprobs
+    self._stops = bool(sampling.stop)
 
   def accept(self, token: int, logprobs: TokenLogprobs | None) -> None:
     """Appends a token that the host has read and decides whether it ends the sequence."""
-    self.tokens.append(token)
+    tokens = self.tokens
+    tokens.append(token)
     if logprobs is not None:
       self.logprobs.append(logprobs)
     if token in self.stop_ids:
       self.finish_reason = "stop"  # the ending token is not part of the text
       return
-    if self.request.sampling.stop:  # otherwise there is no hurry, see `completion`
+    if self._stops:  # otherwise there is no hurry, see `completion`
       self.text.push(token)
       if self.text.stopped is not None:
         self.finish_reason = "stop"
         return
-    if len(self.tokens) >= self.limit:
+    if len(tokens) >= self.limit:
       self.finish_reason = "length"
 
   def completion(self) -> Completion:
     assert self.finish_reason is not None
-    if not self.request.sampling.stop:
+    if not self._stops:
       ended = self.finish_reason == "stop"
       for token in self.tokens[self.prompt_length : len(self.tokens) - ended]:
         self.text.push(token)
