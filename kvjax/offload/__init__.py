@@ -1,0 +1,1 @@
+"""Offload: cached pages beyond device memory, in chunks sized per group."""
