@@ -111,9 +111,9 @@ def study(model: Any, numerics: str, items: list[Request]) -> list[dict[str, Any
     ("from cached prefixes", shared, items[::-1]),
     ("preempted", tight, items),
   ):
-    before = e.metrics.prompt_tokens_by_source["cached"]
+    before = e.metrics.prompt_tokens_by_source["device"]
     row = {"event": event, **compare(alone, answers(e, order))}
-    row["cached_tokens"] = e.metrics.prompt_tokens_by_source["cached"] - before
+    row["cached_tokens"] = e.metrics.prompt_tokens_by_source["device"] - before
     row["preemptions"] = e.metrics.preemptions
     rows.append({"dtype": model.dtype, "numerics": numerics, **row})
   return rows

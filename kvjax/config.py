@@ -188,17 +188,64 @@ def _refused(values: dict[str, Any]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class OffloadConfig(Section):
-  """Cache memory beyond the device."""
+  """Cache memory beyond the device: host memory and a directory, in chunks sized per group.
+
+  With a disk and no host_bytes, chunks pass through host memory only on their way.
+  """
 
   KEY = "config.offload"
 
-  host_bytes: int = key(
-    0,
-    "host memory for cache pages; only 0 in this version",
-    0,
-    0,
-    words="0 (host offload is not available in this version)",
+  host_bytes: int = key(0, "host memory for cached pages; 0: none", 0, 2**50)
+  disk_path: str | None = key(None, "directory for cached pages; None: none")
+  disk_bytes: int | None = key(
+    None, "most bytes of cached pages in disk_path; None: until the disk is full", 1, 2**60
   )
+  # A mapping has no hash; equal declarations still hash alike without it.
+  blocks_per_chunk: int | Mapping[str, int] | None = key(
+    None,
+    "pages per chunk, of all groups or by group; None: near chunk_bytes, or from block_size",
+    1,
+    2**20,
+    words="an integer in [1, 1048576], a mapping from group name to such integers, or None",
+    test=lambda value: not isinstance(value, Mapping) or all(_count(n) for n in value.values()),
+    hashed=False,
+  )
+  block_size: int | None = key(
+    None, "tokens per chunk, of all groups; a multiple of every page size", 1, 2**24
+  )
+  chunk_bytes: int = key(
+    2**20,
+    "bytes of a chunk to aim at where nothing else is said: copies are at full rate there",
+    1,
+    2**32,
+  )
+  policy: Literal["lru", "arc"] = key("lru", "which chunk leaves host memory first")
+  store_after: int = key(0, "look-ups of a prefix before it is stored; 0: stored at once", 0, 1000)
+  restore: Literal["auto", "always", "never"] = key(
+    "auto", "take chunks back instead of computing again; auto: where the measured rates say so"
+  )
+  in_flight_bytes: int = key(2**28, "most bytes of chunks on their way at once", 1, 2**40)
+  deadline_seconds: float = key(
+    10.0, "how long a request waits for chunks from disk before they are computed", 0.001, 3600
+  )
+
+  @property
+  def enabled(self) -> bool:
+    return self.host_bytes > 0 or self.disk_path is not None
+
+  def problems(self, key: str) -> Iterator[str]:
+    yield from super().problems(key)
+    if self.blocks_per_chunk is not None and self.block_size is not None:
+      yield (
+        f"{key}.blocks_per_chunk, {key}.block_size: expected one of them, got "
+        f"{show(self.blocks_per_chunk)} and {show(self.block_size)}"
+      )
+    if self.disk_bytes is not None and self.disk_path is None:
+      yield f"{key}.disk_bytes: expected {key}.disk_path beside it, got {self.disk_bytes} alone"
+
+
+def _count(value: Any) -> bool:
+  return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,6 +314,12 @@ class Config(Section):
     model, scheduler = self.model, self.scheduler
     if not isinstance(model, ModelConfig) or not isinstance(scheduler, SchedulerConfig):
       return
+    offload = isinstance(self.offload, OffloadConfig) and self.offload.enabled
+    if offload and isinstance(self.cache, CacheConfig) and not self.cache.prefix_sharing:
+      yield (
+        f"{key}.cache.prefix_sharing: expected true with {key}.offload, whose chunks are found by "
+        "prefix, got false"
+      )
     if model.numerics == "batch_invariant" and scheduler.decode_steps > 1:
       yield (
         f"{key}.scheduler.decode_steps: expected 1 with {key}.model.numerics=batch_invariant, "

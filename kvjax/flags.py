@@ -50,13 +50,19 @@ flags.disclaim_key_flags()
 def convert(kind: Any, text: str) -> Any:
   """The value of the annotated type `kind` that a flag's text stands for, else the text itself.
 
-  "none" is None where None is allowed; a tuple is comma-separated, or a JSON array. Text that
+  "none" is None where None is allowed; a tuple is comma-separated, or a JSON array; a mapping is a
+  JSON object. Text that
   cannot be converted is left for validation, which names the key and what was expected.
   """
   origin, inner = typing.get_origin(kind), typing.get_args(kind)
   if origin is types.UnionType:
     if types.NoneType in inner and text.lower() == "none":
       return None
+    if any(typing.get_origin(each) is Mapping for each in inner) and text.startswith("{"):
+      try:
+        return json.loads(text)
+      except (ValueError, RecursionError):
+        return text
     tuples = [each for each in inner if typing.get_origin(each) is tuple]
     single = [each for each in inner if each not in tuples and each is not types.NoneType]
     several = "," in text or text.startswith("[")

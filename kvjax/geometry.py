@@ -10,7 +10,7 @@ been processed. A *logical page* i covers the positions [i * page_size, (i + 1) 
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -110,7 +110,9 @@ class GroupGeometry:
     step_tokens: most tokens that one sequence gains in one step.
     max_sequences: rows of the page table: sequences that can run at once.
     reusable: whether later sequences may reuse its pages; False for scratch memory, which takes
-      no part in prefix sharing.
+      no part in prefix sharing or offload.
+    blocks_per_chunk: pages that offload moves at once; chunk c holds the logical pages
+      [c * blocks_per_chunk, (c + 1) * blocks_per_chunk).
   """
 
   name: str
@@ -123,9 +125,11 @@ class GroupGeometry:
   step_tokens: int
   max_sequences: int
   reusable: bool = True
+  blocks_per_chunk: int = 1
 
   def __post_init__(self) -> None:
-    for field in ("page_size", "pages", "max_length", "step_tokens", "max_sequences"):
+    counts = ("page_size", "pages", "max_length", "step_tokens", "max_sequences")
+    for field in (*counts, "blocks_per_chunk"):
       if getattr(self, field) < 1:
         raise ValueError(
           f"group {self.name!r}: {field}: expected at least 1, got {getattr(self, field)}"
@@ -185,6 +189,33 @@ class GroupGeometry:
   def aligned(self, length: int) -> bool:
     """Whether coverage(length) is made of whole pages, so that others may go on from them."""
     return length % self.page_size == 0 or not self.coverage(length)
+
+  # Chunks.
+
+  @property
+  def chunk_tokens(self) -> int:
+    """Tokens that a whole chunk covers."""
+    return self.blocks_per_chunk * self.page_size
+
+  @property
+  def chunk_bytes(self) -> int:
+    """Bytes of a whole chunk: its pages in all layers of the group."""
+    return self.blocks_per_chunk * self.page_bytes
+
+  def chunk(self, logical_page: int) -> range:
+    """The logical pages of the chunk that holds a page."""
+    first = logical_page - logical_page % self.blocks_per_chunk
+    return range(first, first + self.blocks_per_chunk)
+
+  def chunks(self, pages: range) -> Iterator[range]:
+    """A range of logical pages, cut where chunks end: the first and last part may be partial."""
+    at = pages.start
+    while at < pages.stop:
+      stop = min(self.chunk(at).stop, pages.stop)
+      yield range(at, stop)
+      at = stop
+
+  # Tables.
 
   def span(self, length: int, tokens: int) -> range:
     """Logical pages held while the positions [length, length + tokens) are computed."""
@@ -290,6 +321,12 @@ def stride(layout: Layout) -> int:
   always = [g for g in layout if g.reusable and g.retention.chunk is None]
   sizes = [g.page_size for g in always if g.retention.reach != 0]
   return math.lcm(*sizes) if sizes else hash_unit(layout)
+
+
+def chunk_stride(layout: Layout) -> int:
+  """Tokens between the lengths whose pages are offloaded while a sequence runs: whole chunks in
+  every reusable group, so that no chunk is stored twice because a length lies inside it."""
+  return math.lcm(stride(layout), *(g.chunk_tokens for g in layout if g.reusable))
 
 
 def token_bytes(layout: Layout) -> int:

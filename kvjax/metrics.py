@@ -48,7 +48,8 @@ class Metrics:
   Attributes:
     prompt_tokens: prompt tokens of admitted sequences, each counted once.
     prompt_tokens_by_source: where their cache entries came from; sums to prompt_tokens.
-      "cached" ones were found under their names, or shared by completions of one prompt.
+      "device" ones were found under their names, or shared by completions of one prompt; "host"
+      and "disk" ones were brought back by offload.
     recomputed_tokens: tokens computed again after a preemption (prompt and output).
     restored_tokens: tokens that a preempted sequence found still cached when it came back.
     decode_tokens: tokens sampled and kept.
@@ -62,7 +63,7 @@ class Metrics:
 
   prompt_tokens: int = 0
   prompt_tokens_by_source: dict[str, int] = dataclasses.field(
-    default_factory=lambda: {"computed": 0, "cached": 0}
+    default_factory=lambda: dict.fromkeys(("computed", "device", "host", "disk"), 0)
   )
   recomputed_tokens: int = 0
   restored_tokens: int = 0

@@ -39,6 +39,9 @@ class GroupPages(struct.PyTreeNode):
   )
 
 
+HOLE = -1
+"""In `restore`: a page that is brought from elsewhere."""
+
 Pages = tuple[GroupPages, ...]
 
 
@@ -215,6 +218,47 @@ def share(
       )
     )
   return tuple(out)
+
+
+def restore(
+  pages: Pages, layout: Layout, slots: Array, lengths: Array, physical: tuple[Array, ...]
+) -> tuple[Pages, tuple[Array, ...], Array]:
+  """`share` where some of the pages are to be brought from elsewhere, and get pages for that.
+
+  What is shared is held before anything is taken, so that no page of the hit makes room for it.
+
+  Args:
+    slots: int32 [n], distinct slots that hold nothing.
+    physical: as in `share`, HOLE for each page that is brought.
+
+  Returns:
+    (pages, `physical` with a page for each hole, shortfall int32 [groups]). Where any shortfall is
+    > 0 nothing was taken or shared in any group.
+  """
+  xp = arrays.namespace(pages[0].refs)
+  held, filled, short = [], [], []
+  for p, brought in zip(pages, physical, strict=True):
+    known = xp.where((brought >= 0) & _inside(p, slots)[:, None], brought, NO_PAGE)
+    holding = p.replace(refs=arrays.scatter_add(p.refs, known, 1))
+    hole = (brought == HOLE) & _inside(p, slots)[:, None]
+    count = hole.sum()
+    short.append(xp.maximum(count - (holding.refs == 0).sum(), 0))
+    candidates = _candidates(holding, count)
+    if len(candidates):
+      rank = xp.cumsum(hole.reshape(-1)).reshape(hole.shape)
+      taken = arrays.gather(candidates, xp.maximum(rank - 1, 0))
+    else:
+      taken = xp.full(hole.shape, NO_PAGE, xp.int32)
+    filled.append(xp.where(hole, taken, brought).astype(xp.int32))
+    held.append(xp.where(hole, taken, NO_PAGE))
+  shortfall = xp.stack(short).astype(xp.int32)
+  fits = (shortfall == 0).all()
+  nobody = xp.where(fits, slots, len(pages[0].first))
+  out = tuple(
+    p.replace(stamp=arrays.scatter_set(p.stamp, xp.where(fits, new, NO_PAGE), 0))
+    for p, new in zip(pages, held, strict=True)
+  )
+  return share(out, layout, nobody, lengths, tuple(filled)), tuple(filled), shortfall
 
 
 def stamp(pages: Pages, which: tuple[Array, ...], values: tuple[Array, ...]) -> Pages:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 
 import jax
 
-from kvjax.config import CacheConfig, Config, GroupConfig
+from kvjax.config import CacheConfig, Config, GroupConfig, OffloadConfig
 from kvjax.errors import ConfigError, nearest
 from kvjax.geometry import GroupGeometry, Layout, sequence_bytes
 from kvjax.models.spec import Group, ModelSpec, groups
+from kvjax.offload.sizes import with_chunks
 from kvjax.weights.load import Model
 from pallas_kernels.attention import choices
 
@@ -34,6 +35,7 @@ def plan(
   decode_tokens: int | None = None,
   dtype: str = "float32",
   available_bytes: int | None = None,
+  offload: OffloadConfig | None = None,
 ) -> Layout:
   """Divides memory over the model's cache groups.
 
@@ -47,6 +49,7 @@ def plan(
       engine: most tokens for which one that computes no prompt takes pages at once. None: any may
       gain step_tokens, whatever the others do.
     dtype: of the model; the cache has it too unless `cache.dtype` says otherwise.
+    offload: chunk sizes; chosen when None.
     available_bytes: budget when `cache.memory_bytes` is None; measured when None.
 
   Returns:
@@ -96,9 +99,12 @@ def plan(
     planned, _workload(cache, longest), max_sequences, longest, budget, spare, decode_tokens
   )
   try:
-    return tuple(geometry(group, declared.get(group.name) or counts[group.name]) for group in found)
+    layout = tuple(
+      geometry(group, declared.get(group.name) or counts[group.name]) for group in found
+    )
   except ValueError as e:
     raise ConfigError(f"config.cache: {e}") from e
+  return with_chunks(layout, offload or OffloadConfig())
 
 
 def _workload(cache: CacheConfig, longest: int) -> tuple[int, ...]:
@@ -207,6 +213,7 @@ def plan_for(model: Model, config: Config) -> Layout:
     step_tokens=max(scheduler.token_budget, scheduler.decode_steps),
     decode_tokens=max(scheduler.look_ahead, scheduler.decode_steps),
     dtype=model.dtype,
+    offload=config.offload,
   )
 
 

@@ -210,6 +210,43 @@ class PrefixIndex:
     spans = [list(at.pages[group].values()) for at in boundary.path()]
     return [page for span in reversed(spans) for page in span]
 
+  def standing(self, chain: Chain, tokens: Sequence[int], limit: int) -> Boundary | None:
+    """The deepest boundary of at most `limit` tokens on a path, live or not. Changes nothing."""
+    at = self._roots.get(chain.key(0, tokens))
+    while at is not None:
+      length = self.following(at.length)
+      child = None
+      if length is not None and length <= limit:
+        child = at.children.get(chain.key(length, tokens))
+      if child is None:
+        return at
+      at = child
+    return None
+
+  def held(
+    self, boundary: Boundary | None, length: int, groups: Sequence[int] | None = None
+  ) -> tuple[list[int], ...]:
+    """For each group the physical pages of coverage(length) as far as a path has them, in logical
+    order; -1 for the others. Empty for groups that are not reusable or not among `groups`."""
+    out: list[list[int]] = []
+    for i, g in enumerate(self.layout):
+      wanted = g.reusable and (groups is None or i in groups)
+      needed = g.coverage(length) if wanted else range(0)
+      row = [-1] * len(needed)
+      for at in () if boundary is None else boundary.path():
+        if at.length <= needed.start * g.page_size:
+          break
+        for logical, page in at.pages[i].items():
+          if logical in needed:
+            row[logical - needed.start] = page
+      out.append(row)
+    return tuple(out)
+
+  def lengths(self, above: int, most: int) -> list[int]:
+    """The boundaries in (above, most], longest first."""
+    first = bisect.bisect_right(self._lengths, above)
+    return self._lengths[first : bisect.bisect_right(self._lengths, most)][::-1]
+
   # Writing.
 
   def pin(self, boundary: Boundary) -> Boundary:

@@ -35,10 +35,17 @@ class Rule:
 
 
 def key(
-  default: Any, help: str, low: float = -math.inf, high: float = math.inf, **more: Any
+  default: Any,
+  help: str,
+  low: float = -math.inf,
+  high: float = math.inf,
+  *,
+  hashed: bool | None = None,
+  **more: Any,
 ) -> Any:
-  """A dataclass field with its rule."""
-  return dataclasses.field(default=default, metadata={"rule": Rule(help, low, high, **more)})
+  """A dataclass field with its rule; `hashed=False` keeps it out of the section's hash."""
+  rule = Rule(help, low, high, **more)
+  return dataclasses.field(default=default, hash=hashed, metadata={"rule": rule})
 
 
 def fits(kind: Any, value: Any, rule: Rule) -> bool:

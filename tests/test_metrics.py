@@ -54,7 +54,7 @@ def test_no_samples_and_no_time():
 def test_figures_are_json_and_rates_have_a_time():
   m = Metrics(
     prompt_tokens=280,
-    prompt_tokens_by_source={"computed": 250, "cached": 30},
+    prompt_tokens_by_source={"computed": 250, "device": 30},
     recomputed_tokens=50,
     decode_tokens=80,
     seconds=4.0,

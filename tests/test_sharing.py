@@ -92,7 +92,7 @@ def expected(kind):
   e = engine(kind, cache=off(), max_sequences=1)
   for r in family():
     out |= run(e, r)
-  assert sources(e)["cached"] == 0
+  assert sources(e)["device"] == 0
   return tokens(out)
 
 
@@ -104,7 +104,7 @@ def test_warm_is_cold(kind):
   for r in family():
     done |= run(e, r)
   assert tokens(done) == expected(kind)
-  assert sources(e)["cached"] == 4 * 40
+  assert sources(e)["device"] == 4 * 40
   assert e.figures()["prefill_tokens"] == sources(e)["computed"]
 
 
@@ -114,7 +114,7 @@ def test_shared_in_flight_is_cold(kind):
   """All at once: the stem is computed once, by the first."""
   e = engine(kind, max_sequences=8)
   assert tokens(run(e, *family())) == expected(kind)
-  assert sources(e)["cached"] == 4 * 40
+  assert sources(e)["device"] == 4 * 40
   assert sum(sources(e).values()) == sum(len(r.prompt_token_ids) for r in family())
 
 
@@ -125,7 +125,7 @@ def test_identical_prompts_are_computed_once(kind):
   e = engine(kind)
   done = tokens(run(e, *same))
   assert len(set(done.values())) == 1
-  assert sources(e) == {"computed": 41 + 3 * 1, "cached": 3 * 40}
+  assert sources(e) == {"computed": 41 + 3 * 1, "device": 3 * 40, "host": 0, "disk": 0}
 
 
 def test_the_same_long_prompt_four_times():
@@ -135,7 +135,7 @@ def test_the_same_long_prompt_four_times():
   done = [tokens(run(e, request(f"r{i}", long)))[f"r{i}", 0] for i in range(4)]
   assert len(set(done)) == 1
   assert done[0] == tokens(run(engine("mixed", cache=off()), request("a", long)))["a", 0]
-  assert sources(e)["cached"] == 3 * 96
+  assert sources(e)["device"] == 3 * 96
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,7 +148,8 @@ def test_completions_of_one_prompt_fork(kind, length):
   assert tokens(run(e, r)) == cold
   assert len(set(cold.values())) > 1
   if length > 1:
-    assert sources(e) == {"computed": length + 3, "cached": 3 * (length - 1)}
+    expected = {"computed": length + 3, "device": 3 * (length - 1), "host": 0, "disk": 0}
+    assert sources(e) == expected
     assert "copies of shared pages" in e.figures()["compilations"]["shapes"]
 
 
@@ -157,7 +158,7 @@ def test_completions_that_find_no_slot_share_what_is_left(slots):
   r = request("r", STEM, n=6, seed=9, **SAMPLED | {"temperature": 0.9})
   e = engine("mixed", max_sequences=slots)
   assert tokens(run(e, r)) == tokens(run(engine("mixed", cache=off()), r))
-  assert sources(e)["cached"] >= 5 * 40
+  assert sources(e)["device"] >= 5 * 40
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,7 +183,7 @@ def test_a_conversation_goes_on_from_its_own_answer():
   first = run(e, request("a", STEM, max_tokens=30))["a", 0]
   turn = (*STEM, *first.token_ids, *prompt(8, 6))
   got = run(e, request("b", turn))
-  assert sources(e)["cached"] >= 68
+  assert sources(e)["device"] >= 68
   assert (
     tokens(got)["b", 0] == tokens(run(engine("mixed", cache=off()), request("b", turn)))["b", 0]
   )
@@ -191,7 +192,7 @@ def test_a_conversation_goes_on_from_its_own_answer():
 def test_switched_off_nothing_is_shared():
   e = engine("mixed", cache=off())
   run(e, *family(), request("n", STEM, n=3))
-  assert sources(e)["cached"] == 0
+  assert sources(e)["device"] == 0
   assert all(g["cached"] == 0 for g in e.figures()["pages"].values())
 
 
@@ -199,9 +200,9 @@ def test_salts_isolate():
   e = engine("mixed")
   run(e, request("a", STEM, salt="x"))
   run(e, request("b", STEM, salt="y"), request("c", STEM))
-  assert sources(e)["cached"] == 0
+  assert sources(e)["device"] == 0
   run(e, request("d", STEM, salt="x"))
-  assert sources(e)["cached"] == 40
+  assert sources(e)["device"] == 40
 
 
 @pytest.mark.parametrize("bad", ["", 7])
@@ -221,7 +222,7 @@ def test_reset_forgets():
   e.reset_prefix_cache()
   assert all(g["cached"] == 0 for g in e.figures()["pages"].values())
   assert tokens(run(e, request("b", STEM)))["b", 0] == tokens(run(e, request("c", STEM)))["c", 0]
-  assert sources(e)["cached"] == 40
+  assert sources(e)["device"] == 40
 
 
 def test_aborting_the_first_leaves_the_others_right():
@@ -237,7 +238,7 @@ def test_aborting_the_first_leaves_the_others_right():
   assert done["r0", 0].finish_reason == "abort"
   rest = {k: v for k, v in tokens(done).items() if k[0] != "r0"}
   assert rest == {k: v for k, v in expected("mixed").items() if k[0] != "r0"}
-  assert sources(e)["cached"] >= 3 * 40
+  assert sources(e)["device"] >= 3 * 40
 
 
 def test_priorities_do_not_change_tokens():

@@ -246,7 +246,7 @@ def test_soak_with_a_model():
   figures = e.figures()
   assert figures["preemptions"] > 10
   assert figures["restored_tokens"] > 0
-  assert figures["prompt_tokens_by_source"]["cached"] > 1000
+  assert figures["prompt_tokens_by_source"]["device"] > 1000
   assert figures["pages"]["full"]["evictions"] > 50
   assert figures["pages"]["sliding"]["evictions"] > 50
   assert set(done) == {(r.id, i) for r in asked.values() for i in range(r.sampling.n)}

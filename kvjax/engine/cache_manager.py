@@ -5,16 +5,64 @@ changes the tables goes through here, so that the index hears of every page that
 back or evicted.
 """
 
+import dataclasses
+
 import numpy as np
 
 from kvjax import pages as pages_lib
 from kvjax.engine.sequence import Scheduled
-from kvjax.geometry import NO_PAGE, Layout
+from kvjax.geometry import NO_PAGE, Layout, chunk_stride, hash_unit
+from kvjax.offload.manager import Load, Offload
+from kvjax.offload.piece import Piece
+from kvjax.offload.search import Found, Search
 from kvjax.prefix import Boundary, PrefixIndex, padded
 
 _NEVER = 2**62  # a length that no sequence reaches
 
 Copy = tuple[np.ndarray, np.ndarray]  # pages to copy from and to, int32 [m] each
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hit:
+  """What a sequence can go on from.
+
+  Attributes:
+    length: tokens.
+    boundary: the deepest named one above it, or at it when the device has everything.
+    pages: for each group the physical pages of coverage(length), -1 for those that are loaded.
+    pieces: for each -1, in order, the piece with that page, and the tier that it came from.
+    on_device: the length that the device alone would have given.
+  """
+
+  length: int
+  boundary: Boundary | None
+  pages: tuple[list[int], ...]
+  pieces: tuple[tuple[tuple[Piece, str], ...], ...]
+  on_device: int
+
+  @property
+  def loads(self) -> bool:
+    return any(self.pieces)
+
+  def sources(self, layout: Layout) -> tuple[tuple[int, str], ...]:
+    """(up to which token, from where): "device", then "host", or "disk" where any group's entries
+    of a token came from there."""
+    if not self.loads:
+      return ((self.length, "device"),)
+    unit = hash_unit(layout)
+    disk = np.zeros((self.length - self.on_device) // unit, bool)
+    for g, pages, pieces in zip(layout, self.pages, self.pieces, strict=True):
+      first = g.coverage(self.length).start
+      holes = [at for at, page in enumerate(pages) if page < 0]
+      for at, (_, source) in zip(holes, pieces, strict=True):
+        if source == "disk":
+          start = (first + at) * g.page_size - self.on_device
+          disk[max(start, 0) // unit : max(start + g.page_size, 0) // unit] = True
+    stops = [*(np.flatnonzero(np.diff(disk)) + 1).tolist(), len(disk)]
+    out = [(self.on_device, "device")]
+    for stop in stops:
+      out.append((self.on_device + stop * unit, "disk" if disk[stop - 1] else "host"))
+    return tuple(out)
 
 
 class CacheManager:
@@ -25,6 +73,7 @@ class CacheManager:
     sharing: whether prefixes are shared at all.
     look_ahead: tokens for which a decoding sequence takes its pages at once, where there are
       enough: in the steps between, the tables need no change.
+    offload: the tiers beyond the device; needs sharing, since they are asked by name.
     checked: whether every invariant is checked after every change (for tests and debugging).
 
   Attributes:
@@ -35,7 +84,12 @@ class CacheManager:
   """
 
   def __init__(
-    self, layout: Layout, sharing: bool = True, checked: bool = False, look_ahead: int = 4
+    self,
+    layout: Layout,
+    sharing: bool = True,
+    checked: bool = False,
+    look_ahead: int = 4,
+    offload: Offload | None = None,
   ):
     self.layout = layout
     self.pages = pages_lib.init(layout, np)
@@ -44,6 +98,8 @@ class CacheManager:
     self.evictions = [0] * len(layout)
     # A completion goes back by one token when it forks; a recurrent state cannot.
     self.forks = sharing and not any(g.retention.state for g in layout)
+    self.offload = offload if self.index is not None else None
+    self._chunk_stride = chunk_stride(layout)
     self._checked = checked
     self._look_ahead = min(look_ahead, *(g.step_tokens for g in layout))
     # Positions of each slot up to which nothing needs to be reserved any more.
@@ -51,11 +107,60 @@ class CacheManager:
 
   # What a sequence could go on from.
 
-  def hit(self, s: Scheduled) -> Boundary | None:
+  def on_device(self, s: Scheduled) -> Boundary | None:
     """The longest prefix of a waiting sequence that every group still has. Changes nothing."""
     if self.index is None:
       return None
     return self.index.lookup(s.chain, s.tokens, len(s.tokens) - 1)
+
+  def ready(self, s: Scheduled) -> bool:
+    """Whether all that a waiting sequence will go on from is in memory; begins to bring it."""
+    if self.offload is None or not self.offload.restores:
+      return True
+    if s.fetch is None and s.searched != self.offload.version:
+      assert self.index is not None
+      found = self.on_device(s)
+      length = 0 if found is None else found.length
+      search = Search(self.layout, s.chain, s.tokens, self.offload.probe)
+      reach = search.reach(self.index, self._standing(s), length)
+      self.offload.searched(reach, search.veto)
+      s.searched = self.offload.version
+      if reach is not None and self.offload.worth(reach.length - length, reach):
+        s.fetch = self.offload.fetch(reach)
+        if s.fetch is None:
+          s.searched = -1
+          return False
+    return s.fetch is None or self.offload.arrived(s.fetch)
+
+  def hit(self, s: Scheduled) -> Hit | None:
+    """The longest prefix that a waiting sequence can go on from now, with what has been brought
+    into memory for it. Changes nothing."""
+    found = self.on_device(s)
+    length = 0 if found is None else found.length
+    fetch = s.fetch
+    if fetch is not None and fetch.pieces and self.index is not None and not fetch.reading:
+
+      def probe(group: int, key: bytes, stop: int) -> Found | None:
+        entry = fetch.pieces.get(key)
+        return None if entry is None else Found(key, group, entry[0].first, stop, entry[1])
+
+      standing = self._standing(s)
+      search = Search(self.layout, s.chain, s.tokens, probe)
+      reach = search.reach(self.index, standing, length)
+      if reach is not None:
+        while standing is not None and standing.length >= reach.length:
+          standing = standing.parent
+        pieces = tuple(tuple(fetch.pieces[f.key] for f in row) for row in reach.pieces)
+        return Hit(reach.length, standing, reach.pages, pieces, length)
+    if found is None:
+      return None
+    assert self.index is not None
+    nothing: tuple[tuple[tuple[Piece, str], ...], ...] = ((),) * len(self.layout)
+    return Hit(found.length, found, self.index.brought(found), nothing, found.length)
+
+  def _standing(self, s: Scheduled) -> Boundary | None:
+    assert self.index is not None
+    return self.index.standing(s.chain, s.tokens, len(s.tokens) - 1)
 
   def coming(self, s: Scheduled, other: Scheduled) -> int:
     """Tokens of a common prefix that a running sequence will have written and not yet named."""
@@ -70,15 +175,15 @@ class CacheManager:
     """int [groups]: pages that nobody holds."""
     return np.asarray(pages_lib.available(self.pages))
 
-  def needed(self, s: Scheduled, hit: Boundary | None, step_tokens: int) -> np.ndarray:
+  def needed(self, s: Scheduled, hit: Hit | None, step_tokens: int) -> np.ndarray:
     """int [groups]: most pages that a waiting sequence takes at once up to its known length."""
     length = 0 if hit is None else hit.length
-    brought = (
-      [[]] * len(self.layout) if hit is None or self.index is None else self.index.brought(hit)
-    )
+    brought = [[]] * len(self.layout) if hit is None else hit.pages
     out = []
     for g, p, pages in zip(self.layout, self.pages, brought, strict=True):
-      unheld = int((p.refs[pages] == 0).sum()) if pages else 0
+      there = [page for page in pages if page >= 0]
+      unheld = int((p.refs[there] == 0).sum()) if there else 0
+      unheld += len(pages) - len(there)  # taken, to be loaded into
       last = g.pages_for(length) if pages else length // g.page_size
       own = unheld if g.retention.reach is not None else 0
       further = g.further_pages(len(pages), own, last, s.length, step_tokens)
@@ -100,26 +205,66 @@ class CacheManager:
 
   # Changes.
 
-  def adopt(self, s: Scheduled, slot: int, hit: Boundary | None) -> None:
-    """Puts a sequence into a slot with the pages of a hit, held before anything is taken."""
+  def adopt(self, s: Scheduled, slot: int, hit: Hit | None) -> tuple[Load, ...]:
+    """Puts a sequence into a slot with the pages of a hit, held before anything is taken.
+
+    Returns:
+      What must be unpacked before its first step; until then the sequence is `loading`.
+    """
     s.slot, s.computed = slot, 0
     self._covered[slot] = 0
     s.settled, s.next_boundary = len(s.tokens), 0
+    s.offered = 0
     if self.index is None:
       s.next_boundary = _NEVER
-      return
-    if hit is None:
+      return ()
+    if hit is None or hit.boundary is None:
       s.boundary = self.index.start(s.chain)
-      return
-    s.boundary = self.index.pin(hit)
+    else:
+      s.boundary = self.index.pin(hit.boundary)
+    if hit is None:
+      self._let_go(s)
+      return ()
     s.computed = hit.length
-    self.pages = pages_lib.share(
-      self.pages,
-      self.layout,
-      np.array([slot], np.int32),
-      np.array([hit.length], np.int32),
-      padded(self.index.brought(hit)),
+    slots, lengths = np.array([slot], np.int32), np.array([hit.length], np.int32)
+    if not hit.loads:
+      self.pages = pages_lib.share(self.pages, self.layout, slots, lengths, padded(hit.pages))
+      self._let_go(s)
+      return ()
+    before = self.pages
+    self.pages, filled, shortfall = pages_lib.restore(
+      before, self.layout, slots, lengths, padded(hit.pages)
     )
+    assert not shortfall.any(), "pages that admission had counted are not there"
+    self._evicted(before)
+    s.loading = True
+    loads = self._loads(hit, filled)
+    self._let_go(s)
+    self.check()
+    return loads
+
+  def _loads(self, hit: Hit, filled: tuple[np.ndarray, ...]) -> tuple[Load, ...]:
+    out = []
+    for i, (g, pages, pieces) in enumerate(zip(self.layout, hit.pages, hit.pieces, strict=True)):
+      first = g.coverage(hit.length).start
+      holes = [at for at, page in enumerate(pages) if page < 0]
+      by_piece: dict[bytes, tuple[Piece, list[int]]] = {}
+      for at, (piece, _) in zip(holes, pieces, strict=True):
+        by_piece.setdefault(piece.key, (piece, []))[1].append(at)
+      for piece, places in by_piece.values():
+        rows = np.array(places) + (first - piece.first)
+        out.append(Load(i, piece, rows, filled[i][0, places]))
+    return tuple(out)
+
+  def _let_go(self, s: Scheduled) -> None:
+    """A sequence does not wait for pieces any more."""
+    if s.fetch is not None and self.offload is not None:
+      self.offload.release(s.fetch)
+    s.fetch = None
+
+  def leave(self, s: Scheduled) -> None:
+    """A waiting sequence is not wanted any more; it holds nothing but pieces that it fetches."""
+    self._let_go(s)
 
   def can_fork(self, lead: Scheduled) -> bool:
     """Whether a running sequence has its prompt computed, nothing more, and still holds all that
@@ -162,12 +307,48 @@ class CacheManager:
     if self.index is None or s.boundary is None or s.slot is None:
       return
     s.boundary = self.index.publish(s.boundary, s.chain, s.tokens, length, self.pages, s.slot)
+    self._offer(s)
     following = self.index.following(max(s.boundary.length, length))
     s.next_boundary = _NEVER if following is None or following > s.settled else following
 
   def covers(self, slots: np.ndarray, stops: np.ndarray) -> bool:
     """Whether all positions below `stops` are writable as things are."""
     return bool((stops <= self._covered[slots]).all())
+
+  def _offer(self, s: Scheduled, ending: bool = False, urgent: bool = False) -> None:
+    """Offers to the tiers what a sequence has named: whole chunks while it runs; when it leaves,
+    the rest as well. Of each length it is the coverage, which is what a search asks for."""
+    if self.offload is None or s.boundary is None:
+      return
+    stop, step = s.boundary.length, self._chunk_stride
+    lengths = list(range(s.offered - s.offered % step + step, stop + 1, step))
+    s.offered = max([s.offered, *lengths])
+    if ending and stop > s.offered:
+      lengths.append(stop)
+    before = 0 if not lengths else max(lengths[0] - step, 0)
+    for length in lengths:
+      for i, g in enumerate(self.layout):
+        if not g.reusable:
+          continue
+        needed = g.coverage(length)
+        if g.retention.reach is None:
+          needed = range(g.chunk(before // g.page_size).start, needed.stop)
+        for part in g.chunks(needed):
+          self._offer_part(i, s, part, urgent)
+      before = length
+
+  def _offer_part(self, group: int, s: Scheduled, part: range, urgent: bool) -> None:
+    g, p, slot = self.layout[group], self.pages[group], s.slot
+    assert self.offload is not None
+    if p.first[slot] <= part.start and part.stop <= p.last[slot]:
+      self.offload.offer(
+        group,
+        s.chain,
+        s.tokens,
+        part,
+        lambda: p.table[slot, g.column(np.arange(part.start, part.stop))],
+        urgent,
+      )
 
   def reserve(
     self, slots: np.ndarray, starts: np.ndarray, stops: np.ndarray, ends: np.ndarray
@@ -199,22 +380,34 @@ class CacheManager:
     self.pages, copies, shortfall = pages_lib.reserve(
       before, self.layout, slots, starts, stops, tokens
     )
-    if self.index is not None:
-      evicted = pages_lib.evicted(before, self.pages)
-      if any(len(pages) for pages in evicted):
-        for i, pages in enumerate(evicted):
-          self.evictions[i] += len(pages)
-        self.index.evict(evicted)
-        self.pages = self.index.flush(self.pages)
+    self._evicted(before)
     self.check()
     wanted = tuple((c.source[c.target < NO_PAGE], c.target[c.target < NO_PAGE]) for c in copies)
     return wanted if any(len(target) for _, target in wanted) else None, shortfall
 
-  def give_back(self, s: Scheduled) -> None:
+  def _evicted(self, before: pages_lib.Pages) -> None:
+    """Tells the index which cached pages were taken since `before`."""
+    if self.index is None:
+      return
+    evicted = pages_lib.evicted(before, self.pages)
+    if any(len(pages) for pages in evicted):
+      for i, pages in enumerate(evicted):
+        self.evictions[i] += len(pages)
+      self.index.evict(evicted)
+      self.pages = self.index.flush(self.pages)
+
+  def give_back(self, s: Scheduled, urgent: bool = False) -> None:
     """Gives back everything that a sequence holds; what it has written stays cached under its
-    names as long as nobody needs the memory."""
+    names as long as nobody needs the memory, and is offered to the tiers.
+
+    Args:
+      urgent: the sequence will come back.
+    """
     assert s.slot is not None
-    self._publish(s, min(s.computed, len(s.tokens)))
+    if not s.loading:  # what it was to load has not been written
+      self._publish(s, min(s.computed, len(s.tokens)))
+      self._offer(s, ending=True, urgent=urgent)
+    s.loading = False
     now = 0
     if self.index is not None:
       self.pages = self.index.flush(self.pages)
@@ -228,7 +421,7 @@ class CacheManager:
 
   def touch(self, s: Scheduled) -> None:
     """Makes what a waiting sequence could go on from the last to be evicted."""
-    hit = self.hit(s)
+    hit = self.on_device(s)
     if hit is not None:
       assert self.index is not None
       self.index.touch(hit)
@@ -248,6 +441,8 @@ class CacheManager:
       s.boundary, s.next_boundary = None, _NEVER
     self.index.clear()
     self.pages = self.index.flush(self.pages)
+    if self.offload is not None:
+      self.offload.reset()
     self.check()
 
   def check(self) -> None:

@@ -1,26 +1,34 @@
 """The executor: compiled programs, the device state, and the one packed read of each step."""
 
 import dataclasses
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
+from jax.sharding import SingleDeviceSharding
 
 from kvjax import state as state_lib
 from kvjax import steps as step_lib
 from kvjax.engine.batching import Shape, SlotSampling, build
 from kvjax.engine.scheduler import Plan
-from kvjax.geometry import NO_PAGE, Layout
+from kvjax.geometry import NO_PAGE, GroupGeometry, Layout
 from kvjax.models.decoder import Params
 from kvjax.models.spec import ModelSpec
+from kvjax.offload.chunks import chunk_dtype, pack_pool, page_elements, unpack_pool
+from kvjax.offload.manager import Load, Store
+from kvjax.offload.piece import Piece
 from kvjax.pages import Copies
 from kvjax.request import TokenLogprobs
 from kvjax.sampling import TOP_LOGPROBS
 from kvjax.sharding import Shardings
 from kvjax.state import EngineState
 from kvjax.steps import Batch
+
+_COPIES = 8  # of a chunk, for one measurement
 
 
 @dataclasses.dataclass
@@ -73,6 +81,11 @@ class Executor:
     implementation: Any = None,
   ):
     self.compiled: dict[Shape | str, float] = {}
+    self._layout = layout
+    self._pinned: Any = None
+    self._on_device: Any = None
+    if shardings.mesh is None:
+      self._pinned, self._on_device = pinned_memory()
     self._shardings = shardings
     self._params = shardings.place_params(params)
     self._spec = spec
@@ -84,6 +97,7 @@ class Executor:
   def dispatch(self, plan: Plan, shape: Shape) -> Dispatched:
     """Starts a step and returns without waiting for it."""
     batch, stops, rows = build(plan, shape, self._sampling)
+    self.pack(plan.stores)
     self._prepare(plan)
     state = self._state.replace(pages=plan.pages)
     args = (self._params, state, batch) + ((stops,) if shape.steps > 1 else ())
@@ -92,19 +106,66 @@ class Executor:
     packed.copy_to_host_async()
     return Dispatched(plan, rows, packed)
 
+  def pack(self, stores: Sequence[Store]) -> None:
+    """Packs pages as every step so far has left them, on their way to host memory."""
+    for store in stores:
+      g = self._layout[store.group]
+      # One program for every group: a partial chunk repeats its last page.
+      ids = np.pad(store.pages, (0, g.blocks_per_chunk - len(store.pages)), mode="edge")
+      args = (self._state.pools[store.group], ids.astype(np.int32))
+      name = f"packing of group {g.name}"
+      program = self._program(name, functools.partial(_compile_pack, g, args))
+      packed = program(*args)
+      if self._pinned is not None:
+        packed = jax.device_put(packed, self._pinned)
+      else:
+        packed.copy_to_host_async()
+      store.packed = packed
+
+  def _unpack(self, load: Load) -> None:
+    """Unpacks rows of a piece into pages, after every step so far and before the next."""
+    g, array = self._layout[load.group], load.piece.array
+    ids = np.full(g.blocks_per_chunk, NO_PAGE, np.int32)
+    ids[load.rows] = load.pages
+    if array.shape[0] < g.blocks_per_chunk:
+      array = np.pad(np.asarray(array), ((0, g.blocks_per_chunk - array.shape[0]), (0, 0)))
+    elif self._pinned is not None:
+      array = jax.device_put(array, self._on_device)
+    pools = list(self._state.pools)
+    unpack = functools.partial(_unpack, g)
+    args = (pools[load.group], ids, array)
+    pools[load.group] = self._beside(f"unpacking of group {g.name}", unpack, args)
+    self._state = self._state.replace(pools=tuple(pools))
+
+  def measure_copies(self, group: int) -> float:
+    """Bytes per second from host memory into the pools of a group, measured now. Writes no page."""
+    g = self._layout[group]
+    piece = Piece(b"", g.name, 0, np.zeros((g.blocks_per_chunk, page_elements(g)), chunk_dtype(g)))
+    nothing = np.zeros(0, np.int32)
+    seconds = []
+    for _ in range(3):
+      start = time.perf_counter()
+      for _ in range(_COPIES):
+        self._unpack(Load(group, piece, nothing, nothing))
+      jax.block_until_ready(self._state.pools[group])
+      seconds.append(time.perf_counter() - start)
+    return _COPIES * g.chunk_bytes / min(seconds)
+
   def read(self, dispatched: Dispatched) -> Results:
     """Waits for a step's one packed array."""
     return Results(np.asarray(dispatched.packed))
 
   def _prepare(self, plan: Plan) -> None:
     """What must be on the device before a step: tokens that nobody computes, copied pages."""
-    for sequence, slot, found, _ in plan.admitted:
-      if found:
+    for a in plan.admitted:
+      if a.found:
         tokens = np.zeros(self._state.tokens.shape[1], np.int32)
-        tokens[: len(sequence.tokens)] = sequence.tokens
-        args: tuple[Any, ...] = (self._state.tokens, np.int32(slot), tokens)
+        tokens[: len(a.sequence.tokens)] = a.sequence.tokens
+        args: tuple[Any, ...] = (self._state.tokens, np.int32(a.slot), tokens)
         new = self._beside("tokens of a cached prefix", _place_tokens, args)
         self._state = self._state.replace(tokens=new)
+      for load in a.loads:
+        self._unpack(load)
     if plan.copies is not None:
       # A sequence writes one shared page in a step at most: the one that it goes on in.
       most = self._sampling.slots
@@ -171,6 +232,32 @@ def _run_many(
     params, state, batch, spec=spec, steps=steps, stops=stops, implementation=implementation
   )
   return state, step_lib.pack(out)
+
+
+def _compile_pack(g: GroupGeometry, args: tuple[Any, ...]) -> Any:
+  return jax.jit(lambda pool, ids: pack_pool(pool, g, ids)).lower(*args).compile()
+
+
+def _unpack(g: GroupGeometry, pool: Any, ids: jax.Array, chunk: jax.Array) -> Any:
+  return unpack_pool(pool, g, ids, chunk)
+
+
+def pinned_memory() -> tuple[Any, Any]:
+  """(pinned host memory of the default device, the device's own memory) as shardings, if the
+  platform has memory of that kind and it keeps what is put there; else (None, None). On a CPU all
+  memory is the host's."""
+  device = jax.devices()[0]
+  if device.platform == "cpu":
+    return None, None
+  try:
+    pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
+    words = np.arange(1024, dtype=np.uint32)
+    there = jax.device_put(jax.device_put(words, device), pinned)
+    if there.sharding.memory_kind == "pinned_host" and (np.asarray(there) == words).all():
+      return pinned, SingleDeviceSharding(device)
+  except (ValueError, RuntimeError) as error:
+    logging.warning("pinned host memory cannot be used (%s); offload copies are slower", error)
+  return None, None
 
 
 def _place_tokens(tokens: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:

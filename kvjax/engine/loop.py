@@ -22,11 +22,15 @@ from kvjax.engine.sequence import Sequence
 from kvjax.errors import RequestError
 from kvjax.geometry import hash_unit, longest
 from kvjax.metrics import Metrics
+from kvjax.offload.open import open_offload
+from kvjax.offload.piece import LAYOUT_VERSION
 from kvjax.planning import attention_implementations, plan_for
 from kvjax.prefix import Chain, namespace, root_key
 from kvjax.request import Completion, Request
 from kvjax.sharding import Shardings
 from kvjax.weights.load import Model
+
+_IDLE_SECONDS = 0.05  # how long a step without work waits for files
 
 
 class Engine:
@@ -54,12 +58,22 @@ class Engine:
     self._spec = model.spec
     self._clock = clock
     cache = config.cache
+    shard = "" if config.mesh.tensor == 1 else f" tensor={config.mesh.tensor}"
+    self._namespace = namespace(
+      f"{model.source} {model.fingerprint} {model.dtype} {model.spec}{shard} "
+      f"pieces {LAYOUT_VERSION}",
+      self.layout,
+    )
+    self._offload = open_offload(self.layout, config.offload, self._namespace, clock)
     self._cache = CacheManager(
-      self.layout, cache.prefix_sharing, cache.check_invariants, config.scheduler.look_ahead
+      self.layout,
+      cache.prefix_sharing,
+      cache.check_invariants,
+      config.scheduler.look_ahead,
+      self._offload,
     )
     self._scheduler = Scheduler(self._cache, config.scheduler)
     self._invariant = config.model.numerics == "batch_invariant"
-    self._namespace = namespace(f"{model.source} {model.dtype} {model.spec}", self.layout)
     if executor is None:
       if model.params is None:
         raise ValueError("model: expected weights, got a description; load with weights=True")
@@ -67,6 +81,9 @@ class Engine:
       shardings = Shardings(config.mesh)
       executor = Executor(model.params, model.spec, self.layout, shardings, implementations)
     self._executor = executor
+    if self._offload is not None and config.offload.restore == "auto":
+      largest = max(range(len(self.layout)), key=lambda i: self.layout[i].chunk_bytes)
+      self._offload.rates.host = executor.measure_copies(largest)
     self._requests: dict[str, list[Sequence]] = {}
     self._arrivals = 0
     self._dispatched: Dispatched | None = None
@@ -108,7 +125,14 @@ class Engine:
 
   def step(self) -> list[Completion]:
     """Plans and dispatches one step, reads the previous one, and returns what finished."""
+    offload = self._offload
+    if offload is not None:
+      offload.poll()
     plan = self._scheduler.plan()
+    if plan is None and offload is not None:
+      self._executor.pack(offload.take())
+      if self._dispatched is None and not self._aborted:
+        offload.wait(_IDLE_SECONDS)
     previous, self._dispatched = self._dispatched, None
     done, self._aborted = self._aborted, []
     if plan is not None:
@@ -142,13 +166,17 @@ class Engine:
     self._cache.reset(self._scheduler.running)
 
   def close(self) -> None:
-    """Waits for what is in flight and drops every request."""
+    """Waits for what is in flight, a deadline at most for files, and drops every request."""
     if self._dispatched is not None:
       self._executor.read(self._dispatched)
       self._dispatched = None
     for request_id in list(self._requests):
       self.abort(request_id)
     self._aborted.clear()
+    if self._offload is not None:
+      self._executor.pack(self._offload.take())
+      self._offload.flush(self.config.offload.deadline_seconds)
+      self._offload.close()
 
   def figures(self) -> dict[str, Any]:
     """Everything measured so far, JSON-able: `kvjax.metrics.Metrics` and the engine's own."""
@@ -156,6 +184,7 @@ class Engine:
     pages = pages_lib.describe(self._cache.pages, self.layout)
     return {
       **self.metrics.figures(),
+      "offload": None if self._offload is None else self._offload.figures(),
       "running": len(self._scheduler.running),
       "waiting": waiting,
       "pages": {
@@ -224,11 +253,14 @@ class Engine:
     m.steps += 1
     m.prefill_steps += bool(plan.prefill)
     m.preemptions = self._scheduler.preemptions
-    for sequence, _, found, reached in plan.admitted:
-      fresh = max(min(found, sequence.prompt_length) - reached, 0)
+    for a in plan.admitted:
+      fresh, start = 0, a.reached
+      for stop, source in a.sources:
+        tokens = max(min(stop, a.sequence.prompt_length) - start, 0)
+        m.prompt_tokens_by_source[source] += tokens
+        fresh, start = fresh + tokens, max(start, stop)
       m.prompt_tokens += fresh
-      m.prompt_tokens_by_source["cached"] += fresh
-      m.restored_tokens += found - fresh
+      m.restored_tokens += a.found - fresh
     m.recomputed_tokens += plan.computed_before
     m.prompt_tokens += plan.prompt_tokens
     m.prompt_tokens_by_source["computed"] += plan.prompt_tokens
@@ -245,6 +277,9 @@ class Engine:
     self.metrics.seconds += seconds
     if dispatched.plan.prefill:
       self.metrics.prefill_seconds += seconds
+      if self._offload is not None and seconds > 0:
+        tokens = sum(w.count for w in dispatched.plan.prefill)
+        self._offload.rates.add("prefill", tokens / seconds)
     plan, done = dispatched.plan, []
     counts = (plan.stops - plan.starts)[: len(plan.decode)].tolist()
     sampled = list(zip(plan.decode, dispatched.rows, counts, strict=False))
@@ -254,7 +289,7 @@ class Engine:
     ]
     gaps: dict[float, int] = {}  # tokens by the time of the one before, which most share
     for i in range(plan.steps):
-      tokens, finite = results.tokens[i], results.finite[i]
+      ids, finite = results.tokens[i], results.finite[i]
       for s, row, count in cast(list[tuple[Sequence, int, int]], sampled):
         if i >= count:
           continue
@@ -266,7 +301,7 @@ class Engine:
           done.append(self._finish(s))
           continue
         wanted = s.logprobs_wanted
-        s.accept(tokens[row], None if wanted is None else results.logprobs(row, i, wanted))
+        s.accept(ids[row], None if wanted is None else results.logprobs(row, i, wanted))
         self.metrics.decode_tokens += 1
         before = s.last_token_at
         if before != now:

@@ -29,9 +29,9 @@ import numpy as np
 
 from kvjax import pages as pages_lib
 from kvjax.config import SchedulerConfig
-from kvjax.engine.cache_manager import CacheManager, Copy
+from kvjax.engine.cache_manager import CacheManager, Copy, Hit
 from kvjax.engine.sequence import Scheduled
-from kvjax.prefix import Boundary
+from kvjax.offload.manager import Load, Store
 
 HEADROOM = 16
 """Tokens that every running sequence must be able to grow by before a preempted one comes back."""
@@ -64,6 +64,8 @@ class Admission(NamedTuple):
   slot: int
   found: int
   reached: int  # before: what is found below it had been computed once already
+  loads: tuple[Load, ...]  # to be unpacked before its first step
+  sources: tuple[tuple[int, str], ...]  # (up to which token, from where) of what was found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Plan:
     steps: decode steps in the call; more than 1 only without prefill.
     pages: the tables as this call sees them (numpy).
     admitted: sequences that are new in their slots.
+    stores: pages to be packed before anything else of the call writes.
     copies: pages to be copied before the call, by group; None for none.
     slots, starts, stops: int32 [n] of decode + prefill: the positions [start, stop) are computed.
     computed_before, prompt_tokens: how many of the step's tokens are recomputed, and how many are
@@ -92,6 +95,7 @@ class Plan:
   steps: int
   pages: pages_lib.Pages
   admitted: tuple[Admission, ...]
+  stores: list[Store]
   copies: tuple[Copy, ...] | None
   slots: np.ndarray
   starts: np.ndarray
@@ -148,6 +152,7 @@ class Scheduler:
       self._give_back(sequence)
     elif sequence in self.waiting:
       self.waiting.remove(sequence)
+      self.cache.leave(sequence)
 
   def plan(self) -> Plan | None:
     """The next step, or None when nothing can be computed before more results are read."""
@@ -178,6 +183,10 @@ class Scheduler:
       more = _kinds([(w.sequence, w.start, w.count) for w in prefill])
       again, fresh = again + more[0], fresh + more[1]
     admitted, self._admitted = tuple(self._admitted), []
+    for a in admitted:
+      a.sequence.loading = False  # from here on it is part of a step
+      if a.loads and self.cache.offload is not None:
+        self.cache.offload.loaded(a.loads)
     plan = Plan(
       decode=decode,
       known=known,
@@ -185,6 +194,7 @@ class Scheduler:
       steps=1 if steps == 1 else int(counts.max()),
       pages=self.cache.pages,
       admitted=admitted,
+      stores=[] if self.cache.offload is None else self.cache.offload.take(),
       copies=copies,
       slots=slots,
       starts=starts,
@@ -209,7 +219,7 @@ class Scheduler:
       if s.in_flight:
         continue  # preempted a moment ago: its last token has not been read yet
       lead = self._lead(s)
-      if lead is None and self._must_wait(s):
+      if lead is None and (self._must_wait(s) or not self.cache.ready(s)):
         continue
       if promised is None:
         promised = self._promised(self.running)
@@ -231,14 +241,17 @@ class Scheduler:
       if any(other.passed >= PATIENCE for other in lacking):
         return
 
-  def _enter(self, s: Scheduled, lead: Scheduled | None, hit: Boundary | None) -> None:
+  def _enter(self, s: Scheduled, lead: Scheduled | None, hit: Hit | None) -> None:
     slot = self._free_slots.pop(0)
+    loads: tuple[Load, ...] = ()
     if lead is not None:
       self.cache.fork(lead, s, slot)
+      sources: tuple[tuple[int, str], ...] = ((s.computed, "device"),)
     else:
-      self.cache.adopt(s, slot, hit)
+      loads = self.cache.adopt(s, slot, hit)
+      sources = () if hit is None else hit.sources(self.layout)
     s.passed = 0
-    self._admitted.append(Admission(s, slot, s.computed, s.reached))
+    self._admitted.append(Admission(s, slot, s.computed, s.reached, loads, sources))
     s.reached = max(s.reached, s.computed)
     self.waiting.remove(s)
     bisect.insort(self.running, s, key=_order)
@@ -253,7 +266,7 @@ class Scheduler:
     """Whether a running sequence is computing what this one could go on from."""
     hit = -1
     for other in self.running:
-      if other.remaining <= 1 and other.computed:
+      if other.remaining <= 1 and other.computed and not other.loading:
         continue
       if not s.reached and other in s.siblings and self.cache.forks:
         return True
@@ -266,7 +279,7 @@ class Scheduler:
           return True
     return False
 
-  def _need(self, s: Scheduled, lead: Scheduled | None, hit: Boundary | None) -> np.ndarray:
+  def _need(self, s: Scheduled, lead: Scheduled | None, hit: Hit | None) -> np.ndarray:
     if lead is not None:
       return np.ones(len(self.layout), int)  # its own copy of the page of the last prompt token
     need = self.cache.needed(s, hit, self._step_tokens)
@@ -354,8 +367,9 @@ class Scheduler:
   def _withdraw(self, victim: Scheduled) -> None:
     """Takes everything from a running sequence, which waits again."""
     self.running.remove(victim)
-    self._give_back(victim)
+    self._give_back(victim, urgent=True)
     victim.computed = 0
+    victim.searched = -1
     victim.preempted = True
     self._admitted = [a for a in self._admitted if a.sequence is not victim]
     self.preemptions += 1
@@ -383,10 +397,10 @@ class Scheduler:
       self.running.remove(s)
       self._give_back(s)
 
-  def _give_back(self, s: Scheduled) -> None:
+  def _give_back(self, s: Scheduled, urgent: bool = False) -> None:
     assert s.slot is not None
     slot = s.slot
-    self.cache.give_back(s)
+    self.cache.give_back(s, urgent)
     bisect.insort(self._free_slots, slot)
     # What has just ended may never be asked for; what was preempted will be.
     for other in self.waiting[:_CANDIDATES]:

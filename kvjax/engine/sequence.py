@@ -3,6 +3,7 @@
 import numpy as np
 
 from kvjax.detokenizer import IncrementalDetokenizer
+from kvjax.offload.manager import Fetch
 from kvjax.prefix import Boundary, Chain
 from kvjax.request import Completion, Request, SamplingParams, TokenLogprobs
 from kvjax.tokenizer import Tokenizer
@@ -31,6 +32,10 @@ class Scheduled:
       will be while it runs.
     preempted: whether it ran before and had to give its pages back.
     passed: later sequences that were admitted while this one lacked pages.
+    fetch, searched: pieces from beyond the device that it waits for, and the version of the tiers
+      in which it last searched for some.
+    loading: whether pages up to `computed` are loaded by a step that is only planned yet.
+    offered: length up to which its pages were offered to the tiers.
   """
 
   def __init__(self, tokens: list[int], limit: int, order: tuple[int, int, int], chain: Chain):
@@ -49,6 +54,10 @@ class Scheduled:
     self.next_boundary = 0
     self.preempted = False
     self.passed = 0
+    self.fetch: Fetch | None = None
+    self.searched = -1
+    self.loading = False
+    self.offered = 0
 
   @property
   def remaining(self) -> int:

@@ -28,6 +28,8 @@ class Model:
   tokenizer: text <-> ids, with the model's chat template.
   dtype: "float32" or "bfloat16", of weights and computation.
   source: where it came from.
+  fingerprint: names the content of its files, so that what was cached for other weights of the
+    same shape is never taken for it.
   """
 
   spec: ModelSpec
@@ -35,6 +37,7 @@ class Model:
   tokenizer: Tokenizer
   dtype: str
   source: str
+  fingerprint: str = ""
 
 
 def resolve_dtype(dtype: str) -> str:
@@ -92,7 +95,7 @@ def load(source: str, dtype: str = "auto", *, weights: bool = True) -> Model:
   file.check_readable()
   dtype = resolve_dtype(dtype)
   params = _params(spec, file, dtype, family.interleaved_rope) if weights else None
-  return Model(spec, params, tokenizer, dtype, source)
+  return Model(spec, params, tokenizer, dtype, source, file.fingerprint())
 
 
 def _open(source: str) -> GGUFFile:
