@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
   from kvjax.cache import cached, read_cache, write_cache
-  from kvjax.config import CacheConfig, Config
-  from kvjax.engine import Completion, Engine, Request, SamplingParams
+  from kvjax.config import CacheConfig, Config, OffloadConfig
+  from kvjax.engine import Completion, Engine, Request, SamplingParams, Suspended
   from kvjax.geometry import GroupGeometry, Layout
+  from kvjax.offload.chunks import pack, unpack
   from kvjax.planning import plan
   from kvjax.report import describe
   from kvjax.sampling import Sampling, greedy
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
   "kvjax.cache": ("cached", "read_cache", "write_cache"),
-  "kvjax.config": ("CacheConfig", "Config"),
-  "kvjax.engine": ("Completion", "Engine", "Request", "SamplingParams"),
+  "kvjax.config": ("CacheConfig", "Config", "OffloadConfig"),
+  "kvjax.engine": ("Completion", "Engine", "Request", "SamplingParams", "Suspended"),
   "kvjax.geometry": ("GroupGeometry", "Layout"),
+  "kvjax.offload.chunks": ("pack", "unpack"),
   "kvjax.planning": ("plan",),
   "kvjax.report": ("describe",),
   "kvjax.sampling": ("Sampling", "greedy"),
@@ -48,10 +50,12 @@ __all__ = [
   "GroupGeometry",
   "Layout",
   "Model",
+  "OffloadConfig",
   "Request",
   "Sampling",
   "SamplingParams",
   "StepOutput",
+  "Suspended",
   "admit",
   "cached",
   "decode",
@@ -61,12 +65,14 @@ __all__ = [
   "greedy",
   "init",
   "load",
+  "pack",
   "plan",
   "prefill_batch",
   "read_cache",
   "release",
   "reserve",
   "step",
+  "unpack",
   "write_cache",
 ]
 

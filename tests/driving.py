@@ -7,9 +7,11 @@ a function of its prefix alone, so that they can be told beforehand.
 
 import dataclasses
 import hashlib
+import itertools
 import random
 
 import numpy as np
+from slow_tiers import Packed
 
 from kvjax.config import SchedulerConfig
 from kvjax.engine.cache_manager import CacheManager
@@ -87,6 +89,11 @@ class Stub(Scheduled):
       self.hashes.append(prefix_hash(self.hashes[-1], token))
 
 
+def _spans(sources):
+  stops = [0, *(stop for stop, _ in sources)]
+  return itertools.pairwise(stops)
+
+
 def hash_of(salt) -> int:
   return 0 if salt is None else 1 + sum(salt.encode())
 
@@ -98,17 +105,29 @@ def next_token(h: int, index: int) -> int:
 class Driver:
   """Device and host around a scheduler; every step is checked."""
 
-  def __init__(self, layout: Layout, config: SchedulerConfig, *, sharing=True, checked=True):
+  def __init__(
+    self,
+    layout: Layout,
+    config: SchedulerConfig,
+    *,
+    sharing=True,
+    checked=True,
+    offload=None,  # a function of the clock
+    rng=None,
+  ):
     self.layout = layout
-    self.cache = CacheManager(layout, sharing, checked)
+    self.rng = rng or random.Random(0)
+    self.steps = 0
+    self.offload = None if offload is None else offload(lambda: float(self.steps))
+    self.cache = CacheManager(layout, sharing, checked, offload=self.offload)
     self.scheduler = Scheduler(self.cache, config)
     self.unit = hash_unit(layout)
     self.content = [np.full((g.pages, g.page_size), _NOTHING, np.int64) for g in layout]
     self.in_flight: Plan | None = None
     self.arrivals = 0
-    self.steps = 0
     self.counts = dict.fromkeys(
-      ("hits", "hit_tokens", "forks", "copies", "computed", "idle", "restored"), 0
+      ("hits", "hit_tokens", "forks", "copies", "computed", "idle", "restored", "loads", "stores"),
+      0,
     )
     self.alive: list[Stub] = []
     self.log = hashlib.sha256()
@@ -137,7 +156,15 @@ class Driver:
   def step(self) -> Plan | None:
     """Plans and computes one step, and reads the one before."""
     self.steps += 1
+    if self.offload is not None:
+      if getattr(self.offload._workers, "tick", None):
+        self.offload._workers.tick()
+      self.offload.poll()
+      if self.offload.host is not None:
+        self.offload.host.check()
     plan = self.scheduler.plan()
+    if plan is None and self.offload is not None:
+      self._pack(self.offload.take())
     if plan is not None:
       self._compute(plan)
     previous, self.in_flight = self.in_flight, plan
@@ -154,7 +181,13 @@ class Driver:
       self.step()
       assert self.steps - start < most, "no progress"
 
+  def _pack(self, stores) -> None:
+    for store in stores:
+      store.packed = Packed(self.content[store.group][store.pages], self.rng)
+      self.counts["stores"] += 1
+
   def _compute(self, plan: Plan) -> None:
+    self._pack(plan.stores)
     self.log.update(repr([(w.slot, w.start, w.count) for w in plan.work()]).encode())
     for a in plan.admitted:
       fork = a.found and a.found == a.sequence.prompt_length - 1 and len(a.sequence.siblings) > 1
@@ -162,6 +195,14 @@ class Driver:
       self.counts["hit_tokens"] += a.found
       self.counts["restored"] += bool(a.found and a.reached)
       a.sequence.found = a.found
+      assert sum(b - s for s, b in _spans(a.sources)) == a.found
+      for load in a.loads:
+        p = plan.pages[load.group]
+        assert (p.refs[load.pages] >= 1).all(), "loaded into a page that nobody holds"
+        assert (p.stamp[load.pages] == 0).all(), "loaded into a page that others may want"
+        rows = np.asarray(load.piece.array)[load.rows]
+        self.content[load.group][load.pages] = rows
+        self.counts["loads"] += 1
     if plan.copies is not None:
       for content, (source, target) in zip(self.content, plan.copies, strict=True):
         assert len(target) <= len(plan.pages[0].first)
@@ -237,6 +278,24 @@ class Driver:
           s.ended = True
           self.alive.remove(s)
           self.scheduler.remove(s)
+
+  def settle(self) -> None:
+    """Lets everything that is on its way to a tier arrive; nobody waits for anything any more."""
+    offload = self.offload
+    self._pack(offload.take())
+    for _ in range(500):
+      if getattr(offload._workers, "tick", None):
+        offload._workers.tick()
+      offload.poll()
+    assert not offload._storing
+    assert not offload._writing
+    assert not offload._fetching
+    assert offload.figures()["in_flight_bytes"] == 0
+    if offload.host is not None:
+      offload.host.check()
+      assert not offload.host._reserved
+      assert not any(e.pins for e in offload.host._entries.values())
+      assert not offload.host._dropped
 
   def stop(self, s: Stub) -> None:
     """The host decides that a sequence has ended: a stop string, say."""

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from driving import Driver, random_layout
+from slow_tiers import random_offload
 
 import kvjax
 from kvjax import config as C
@@ -27,7 +28,7 @@ STEPS = 100_000  # of the scheduler, in all
 SEEDS = 100
 
 
-def soak(seed, steps):
+def soak(seed, steps, offload=False):
   """A random history: layouts, prompts with common stems, forks, aborts, resets, tiny pools.
 
   Returns the driver, drained.
@@ -43,7 +44,11 @@ def soak(seed, steps):
   )
   step = max(min(budget, longest), config.decode_steps)
   layout = random_layout(rng, slots=slots, longest=longest, step=step, most=4)
-  d = Driver(layout, config, sharing=rng.random() < 0.9)
+  if offload:
+    layout = tuple(dataclasses.replace(g, blocks_per_chunk=rng.randint(1, 5)) for g in layout)
+    d = Driver(layout, config, offload=lambda clock: random_offload(rng, layout, clock), rng=rng)
+  else:
+    d = Driver(layout, config, sharing=rng.random() < 0.9)
   stems = [[rng.randrange(3) for _ in range(rng.randint(0, longest // 2))] for _ in range(3)]
   served = []
   while d.steps < steps:
@@ -69,6 +74,8 @@ def soak(seed, steps):
       d.cache.reset(d.scheduler.running)
   d.drain()
   d.cache.check()
+  if d.offload is not None:
+    d.settle()
   assert (d.cache.available() == [g.pages for g in layout]).all()
   assert not d.scheduler.running
   assert not d.scheduler.waiting
@@ -146,9 +153,9 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
   elif name == "give_back":
     whole_back = CacheManager.give_back
 
-    def broken(self, s):
+    def broken(self, s, urgent=False):
       slot = s.slot
-      whole_back(self, s)
+      whole_back(self, s, urgent)
       for i, p in enumerate(self.pages):
         held = p.refs.copy()
         held[: slot + 1] = np.maximum(held[: slot + 1] - 1, 0)

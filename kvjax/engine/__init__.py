@@ -2,6 +2,7 @@
 
 from kvjax.engine.executor import enable_compilation_cache
 from kvjax.engine.loop import Engine
+from kvjax.engine.suspended import Suspended
 from kvjax.request import Completion, Request, SamplingParams, TokenLogprobs
 
 __all__ = [
@@ -9,6 +10,7 @@ __all__ = [
   "Engine",
   "Request",
   "SamplingParams",
+  "Suspended",
   "TokenLogprobs",
   "enable_compilation_cache",
 ]

@@ -17,6 +17,7 @@ from kvjax.offload.piece import Piece
 from kvjax.offload.search import Found, Search
 from kvjax.prefix import Boundary, PrefixIndex, padded
 
+_FETCHES = 3  # searches of one sequence after pieces were lost
 _NEVER = 2**62  # a length that no sequence reaches
 
 Copy = tuple[np.ndarray, np.ndarray]  # pages to copy from and to, int32 [m] each
@@ -130,7 +131,17 @@ class CacheManager:
         if s.fetch is None:
           s.searched = -1
           return False
-    return s.fetch is None or self.offload.arrived(s.fetch)
+    if s.fetch is None:
+      return True
+    if not self.offload.arrived(s.fetch):
+      return False
+    if s.fetch.lost and s.fetches < _FETCHES:
+      # A shorter prefix may need other pieces, which are asked for next time.
+      s.fetches += 1
+      s.searched = -1
+      self._let_go(s)
+      return False
+    return True
 
   def hit(self, s: Scheduled) -> Hit | None:
     """The longest prefix that a waiting sequence can go on from now, with what has been brought
@@ -284,6 +295,8 @@ class CacheManager:
       self.pages, np.array([lead.slot], np.int32), np.array([slot], np.int32)
     )
     assert lead.slot is not None
+    self._let_go(s)
+    s.offered = 0
     self._covered[[lead.slot, slot]] = 0  # what they share must be copied before it is written
     s.slot, s.computed = slot, lead.prompt_length - 1
     s.settled, s.next_boundary = len(s.tokens), _NEVER
@@ -347,6 +360,7 @@ class CacheManager:
         s.tokens,
         part,
         lambda: p.table[slot, g.column(np.arange(part.start, part.stop))],
+        s.order,
         urgent,
       )
 

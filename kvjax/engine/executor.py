@@ -1,5 +1,6 @@
 """The executor: compiled programs, the device state, and the one packed read of each step."""
 
+import collections
 import dataclasses
 import functools
 import time
@@ -93,6 +94,9 @@ class Executor:
     self._state = shardings.place_state(state_lib.init(layout))
     self._sampling = SlotSampling(layout[0].max_sequences)
     self._programs: dict[Shape | str, Any] = {}
+    kinds = tuple((x.shape, str(x.dtype), x.sharding) for x in jax.tree.leaves(self._params))
+    # Engines that are equal in all of this run the same programs.
+    self._alike = (spec, layout, implementation, shardings.mesh, kinds)
 
   def dispatch(self, plan: Plan, shape: Shape) -> Dispatched:
     """Starts a step and returns without waiting for it."""
@@ -194,7 +198,8 @@ class Executor:
     program = self._programs.get(key)
     if program is None:
       start = time.perf_counter()
-      program = self._programs[key] = compile()
+      program = _shared((*self._alike, key), compile)
+      self._programs[key] = program
       self.compiled[key] = time.perf_counter() - start
     return program
 
@@ -232,6 +237,21 @@ def _run_many(
     params, state, batch, spec=spec, steps=steps, stops=stops, implementation=implementation
   )
   return state, step_lib.pack(out)
+
+
+_PROGRAMS: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+_MOST_PROGRAMS = 256
+
+
+def _shared(key: Any, compile: Callable[[], Any]) -> Any:
+  """A program of this process; the last _MOST_PROGRAMS are kept for further engines like theirs."""
+  program = _PROGRAMS.pop(key, None)
+  if program is None:
+    program = compile()
+  _PROGRAMS[key] = program
+  while len(_PROGRAMS) > _MOST_PROGRAMS:
+    _PROGRAMS.popitem(last=False)
+  return program
 
 
 def _compile_pack(g: GroupGeometry, args: tuple[Any, ...]) -> Any:

@@ -19,6 +19,7 @@ from kvjax.engine.cache_manager import CacheManager
 from kvjax.engine.executor import Dispatched, Executor
 from kvjax.engine.scheduler import Plan, Scheduler
 from kvjax.engine.sequence import Sequence
+from kvjax.engine.suspended import Suspended, SuspendedSequence
 from kvjax.errors import RequestError
 from kvjax.geometry import hash_unit, longest
 from kvjax.metrics import Metrics
@@ -88,7 +89,7 @@ class Engine:
     self._arrivals = 0
     self._dispatched: Dispatched | None = None
     self._last_read = clock()
-    self._aborted: list[Completion] = []
+    self._ended_early: list[Completion] = []  # between steps; the next one returns them
 
   def add(self, request: Request) -> None:
     """Queues a request.
@@ -96,20 +97,61 @@ class Engine:
     Raises:
       RequestError: it can never be served, with the figures; nothing is queued.
     """
+    self._queue(request, [(i, (), ()) for i in range(request.sampling.n)])
+
+  def _queue(self, request: Request, completions: list[tuple[int, Any, Any]]) -> None:
+    """Queues completions of a request: (index, tokens so far, their log-probabilities)."""
     limit = self._check(request)
     now = self._clock()
     root = root_key(self._namespace, request.cache_salt)
     chain = Chain(root, hash_unit(self.layout))
-    sequences = [
-      Sequence(request, i, self._arrivals, self.tokenizer, limit, chain.copy(), now)
-      for i in range(request.sampling.n)
-    ]
+    sequences = []
+    for index, tokens, logprobs in completions:
+      s = Sequence(request, index, self._arrivals, self.tokenizer, limit, chain.copy(), now)
+      s.go_on_from(tokens, logprobs)
+      sequences.append(s)
     for s in sequences:
       s.siblings = list(sequences)
     self._arrivals += 1
     self._requests[request.id] = sequences
     for s in sequences:
       self._scheduler.add(s)
+
+  def suspend(self, request_id: str) -> Suspended | None:
+    """Takes a request out, in any state; its pages go to the tiers as far as they take them.
+
+    Returns:
+      What `resume` goes on from, in this engine or in another one with the same model. None if its
+      completions have all ended meanwhile: they come from the next `step`.
+
+    Raises:
+      RequestError: no such request is in flight.
+    """
+    if request_id not in self._requests:
+      raise RequestError("id", "the id of a request in flight", request_id)
+    if self._dispatched is not None:  # tokens that the device has sampled are kept
+      dispatched, self._dispatched = self._dispatched, None
+      self._ended_early += self._read(dispatched)
+    sequences = self._requests.pop(request_id, None)
+    if not sequences:
+      return None
+    out = []
+    for s in sequences:
+      new = tuple(s.tokens[s.prompt_length :])
+      out.append(SuspendedSequence(s.index, new, tuple(s.logprobs)))
+      self._scheduler.remove(s, urgent=True)
+    return Suspended(sequences[0].request, tuple(out))
+
+  def resume(self, suspended: Suspended) -> None:
+    """Queues a request that `suspend` took out of an engine: it goes on with the same tokens.
+
+    Raises:
+      RequestError: as `add`.
+    """
+    completions: list[tuple[int, Any, Any]] = [
+      (s.index, s.token_ids, s.logprobs) for s in suspended.sequences
+    ]
+    self._queue(suspended.request, completions)
 
   @property
   def unfinished(self) -> int:
@@ -121,7 +163,7 @@ class Engine:
     and the finish reason "abort". An id that is not in flight is ignored."""
     for s in list(self._requests.get(request_id, ())):
       s.finish_reason = "abort"
-      self._aborted.append(self._finish(s))
+      self._ended_early.append(self._finish(s))
 
   def step(self) -> list[Completion]:
     """Plans and dispatches one step, reads the previous one, and returns what finished."""
@@ -131,10 +173,10 @@ class Engine:
     plan = self._scheduler.plan()
     if plan is None and offload is not None:
       self._executor.pack(offload.take())
-      if self._dispatched is None and not self._aborted:
+      if self._dispatched is None and not self._ended_early:
         offload.wait(_IDLE_SECONDS)
     previous, self._dispatched = self._dispatched, None
-    done, self._aborted = self._aborted, []
+    done, self._ended_early = self._ended_early, []
     if plan is not None:
       self._count(plan)
       shape = shape_of(plan, self.config.scheduler, self._invariant)
@@ -157,7 +199,7 @@ class Engine:
 
   def run(self) -> Iterator[Completion]:
     """Steps until nothing is unfinished, yielding completions as they finish."""
-    while self.unfinished or self._aborted or self._dispatched is not None:
+    while self.unfinished or self._ended_early or self._dispatched is not None:
       yield from self.step()
 
   def reset_prefix_cache(self) -> None:
@@ -172,7 +214,7 @@ class Engine:
       self._dispatched = None
     for request_id in list(self._requests):
       self.abort(request_id)
-    self._aborted.clear()
+    self._ended_early.clear()
     if self._offload is not None:
       self._executor.pack(self._offload.take())
       self._offload.flush(self.config.offload.deadline_seconds)

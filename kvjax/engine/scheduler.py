@@ -145,11 +145,12 @@ class Scheduler:
     """Puts a sequence at its place in the waiting order."""
     bisect.insort(self.waiting, sequence, key=_order)
 
-  def remove(self, sequence: Scheduled) -> None:
-    """Takes a sequence out, in any state, and gives back exactly what it holds."""
+  def remove(self, sequence: Scheduled, urgent: bool = False) -> None:
+    """Takes a sequence out, in any state, and gives back exactly what it holds; `urgent` when it
+    will come back."""
     if sequence.slot is not None:
       self.running.remove(sequence)
-      self._give_back(sequence)
+      self._give_back(sequence, urgent)
     elif sequence in self.waiting:
       self.waiting.remove(sequence)
       self.cache.leave(sequence)

@@ -32,8 +32,8 @@ class Scheduled:
       will be while it runs.
     preempted: whether it ran before and had to give its pages back.
     passed: later sequences that were admitted while this one lacked pages.
-    fetch, searched: pieces from beyond the device that it waits for, and the version of the tiers
-      in which it last searched for some.
+    fetch, searched, fetches: pieces from beyond the device that it waits for, the version of the
+      tiers in which it last searched for some, and how often some were lost.
     loading: whether pages up to `computed` are loaded by a step that is only planned yet.
     offered: length up to which its pages were offered to the tiers.
   """
@@ -56,6 +56,7 @@ class Scheduled:
     self.passed = 0
     self.fetch: Fetch | None = None
     self.searched = -1
+    self.fetches = 0
     self.loading = False
     self.offered = 0
 
@@ -110,6 +111,15 @@ class Sequence(Scheduled):
     self.text = IncrementalDetokenizer(tokenizer, sampling.stop)
     self.logprobs_wanted = sampling.logprobs
     self._stops = bool(sampling.stop)
+
+  def go_on_from(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> None:
+    """Takes tokens that were sampled for it elsewhere as its first ones; it has not run yet."""
+    self.tokens += tokens
+    self.length = len(self.tokens)
+    self.logprobs += logprobs
+    if self._stops:
+      for token in tokens:
+        self.text.push(token)
 
   def accept(self, token: int, logprobs: TokenLogprobs | None) -> None:
     """Appends a token that the host has read and decides whether it ends the sequence."""

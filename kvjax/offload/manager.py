@@ -88,6 +88,7 @@ class Fetch:
     self.pinned: list[bytes] = []
     self.reading: dict[bytes, Future[Any]] = {}
     self.nbytes = 0
+    self.lost = 0
     self.deadline = deadline
     self.generation = generation
     self.released = False
@@ -152,7 +153,7 @@ class Offload:
     self._reading: dict[bytes, Future[Any]] = {}
     self._fetching: set[Fetch] = set()
     self._late: set[Future[Any]] = set()  # reads that missed their deadline and still hang
-    self._looked: collections.OrderedDict[bytes, int] = collections.OrderedDict()
+    self._looked: collections.OrderedDict[bytes, Any] = collections.OrderedDict()
     self._refused: collections.OrderedDict[bytes, int] = collections.OrderedDict()
     self._vetoes = [0] * len(layout)
     self._searches = self._reached = 0
@@ -174,6 +175,7 @@ class Offload:
     tokens: Sequence[int],
     part: range,
     pages: Callable[[], np.ndarray],
+    by: object = None,
     urgent: bool = False,
   ) -> None:
     """Stores logical pages of a sequence unless the tiers have them, or refuse.
@@ -181,6 +183,7 @@ class Offload:
     Args:
       part: logical pages within one chunk.
       pages: gives their physical pages, int32 [n].
+      by: who offers; the second offer of one sequence is no second look-up.
       urgent: not subject to `store_after`: somebody will come back for it.
     """
     g = self.layout[group]
@@ -196,7 +199,10 @@ class Offload:
     if found is None and self._on_disk(group, key, part.stop, part.start):
       return
     if not urgent and self._config.store_after:
-      seen = self._remember(self._looked, key, self._looked.get(key, 0) + 1)
+      seen, last = self._looked.get(key, (0, None))
+      if last != by or last is None:
+        seen += 1
+        self._remember(self._looked, key, (seen, by))
       if seen <= self._config.store_after:
         return
     if self.host is not None and self._refused.get(key) == self.host.version:
@@ -222,12 +228,11 @@ class Offload:
     self.by_group[group]["refused"] += 1
 
   @staticmethod
-  def _remember(table: "collections.OrderedDict[bytes, int]", key: bytes, value: int) -> int:
+  def _remember(table: "collections.OrderedDict[bytes, Any]", key: bytes, value: Any) -> None:
     table[key] = value
     table.move_to_end(key)
     if len(table) > _REMEMBERED:
       table.popitem(last=False)
-    return value
 
   def take(self) -> list[Store]:
     """The stores that the next dispatch packs, in its first place."""
@@ -386,12 +391,14 @@ class Offload:
         piece, seconds = (None, 0.0) if future.exception() else future.result()
         if piece is None:
           self.counts["lost"] += 1
+          fetch.lost += 1
         else:
           fetch.pieces[key] = piece, "disk"
           self.rates.add("disk", piece.nbytes / max(seconds, 1e-6))
           self._promote(piece)
     if fetch.reading and self._clock() > fetch.deadline:
       self.counts["late"] += len(fetch.reading)
+      fetch.lost += len(fetch.reading)
       for key, future in fetch.reading.items():
         self._reading.pop(key, None)
         self._late.add(future)
@@ -524,9 +531,8 @@ def _ready(array: Any) -> bool:
 
 def _rows(array: Any, count: int) -> Any:
   """The first `count` rows and no more memory than they take."""
-  if array.shape[0] == count and getattr(array, "is_ready", None) is not None:
-    kind = getattr(array.sharding, "memory_kind", None)
-    if kind == "pinned_host":
-      return array
+  kind = getattr(getattr(array, "sharding", None), "memory_kind", None)
+  if kind == "pinned_host" and array.shape[0] == count:
+    return array
   rows = np.asarray(array)
   return rows if len(rows) == count else rows[:count].copy()
