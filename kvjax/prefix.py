@@ -172,11 +172,14 @@ class PrefixIndex:
     at = bisect.bisect_right(self._lengths, length)
     return self._lengths[at] if at < len(self._lengths) else None
 
-  def common(self, chain: Chain, tokens: Sequence[int], other: Chain, others: Sequence[int]) -> int:
-    """The longest boundary that two sequences have in common, both of one namespace; else 0."""
+  def common(
+    self, chain: Chain, tokens: Sequence[int], other: Chain, others: Sequence[int], limit: int
+  ) -> int:
+    """The longest boundary of at most `limit` tokens that two sequences have in common, both of one
+    namespace; else 0."""
     if chain.key(0, tokens) != other.key(0, others):
       return 0
-    most = bisect.bisect_right(self._lengths, min(len(tokens), len(others)))
+    most = bisect.bisect_right(self._lengths, limit)
     equal = bisect.bisect_left(
       self._lengths[:most],
       True,

@@ -100,7 +100,8 @@ def shape_of(plan: Plan, config: SchedulerConfig, invariant: bool = False) -> Sh
 
 
 def _bucket(sizes: tuple[int, ...], n: int) -> int:
-  return next(size for size in sizes if size >= n)
+  """The first size that holds n; a multiple of the last one where none does."""
+  return next((size for size in sizes if size >= n), -(-n // sizes[-1]) * sizes[-1])
 
 
 class SlotSampling:

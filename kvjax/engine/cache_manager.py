@@ -177,7 +177,8 @@ class CacheManager:
     """Tokens of a common prefix that a running sequence will have written and not yet named."""
     if self.index is None or other.boundary is None:
       return 0
-    most = self.index.common(s.chain, s.tokens[:-1], other.chain, other.tokens)
+    limit = min(len(s.tokens) - 1, len(other.tokens))
+    most = self.index.common(s.chain, s.tokens, other.chain, other.tokens, limit)
     return most if most > other.boundary.length else 0
 
   # What it would take.
@@ -186,14 +187,24 @@ class CacheManager:
     """int [groups]: pages that nobody holds."""
     return np.asarray(pages_lib.available(self.pages))
 
-  def needed(self, s: Scheduled, hit: Hit | None, step_tokens: int) -> np.ndarray:
-    """int [groups]: most pages that a waiting sequence takes at once up to its known length."""
+  def needed(
+    self,
+    s: Scheduled,
+    hit: Hit | None,
+    step_tokens: int,
+    held: list[set[int]] | None = None,
+  ) -> np.ndarray:
+    """int [groups]: most pages that a waiting sequence takes at once up to its known length, were
+    only the pages `held` (by group) held by others; as things are when None."""
     length = 0 if hit is None else hit.length
     brought = [[]] * len(self.layout) if hit is None else hit.pages
     out = []
-    for g, p, pages in zip(self.layout, self.pages, brought, strict=True):
+    for i, (g, p, pages) in enumerate(zip(self.layout, self.pages, brought, strict=True)):
       there = [page for page in pages if page >= 0]
-      unheld = int((p.refs[there] == 0).sum()) if there else 0
+      if held is not None:
+        unheld = len([page for page in there if page not in held[i]])
+      else:
+        unheld = int((p.refs[there] == 0).sum()) if there else 0
       unheld += len(pages) - len(there)  # taken, to be loaded into
       last = g.pages_for(length) if pages else length // g.page_size
       own = unheld if g.retention.reach is not None else 0
@@ -282,6 +293,8 @@ class CacheManager:
     its last prompt token reads: what came with a hit on the whole prompt may be less."""
     if not self.forks or lead.slot is None or not lead.computed == lead.prompt_length > 1:
       return False
+    if self.index is not None and lead.boundary is None:
+      return False  # from before a reset
     last = lead.prompt_length - 1
     return all(
       p.first[lead.slot] <= g.first_page(last) and p.last[lead.slot] >= g.pages_for(last + 1)

@@ -7,8 +7,9 @@ Policy, in the order in which it is applied:
     tokens really need (those of a cached prefix are there already), besides the pages still
     promised to admitted prompts. One that was preempted waits until every running sequence can also
     grow by HEADROOM tokens, so that it does not come back only to be preempted again;
-  - a sequence whose prefix is just being computed by another one waits for it; completions of one
-    prompt fork from the first when its prompt is done;
+  - a sequence whose prefix another one of no lower priority is just computing waits for it
+    as long as that should take, and no longer; completions of one prompt fork from the first when
+    its prompt is done;
   - where a sequence lacks pages, later ones may pass it, but PATIENCE of them at most; then nobody
     is admitted before it;
   - a sequence of higher priority takes the slots and pages of running ones of lower priority;
@@ -39,7 +40,8 @@ HEADROOM = 16
 PATIENCE = 16
 """Admissions that may pass a sequence which lacks pages."""
 
-_CANDIDATES = 32  # waiting sequences that one step looks at
+_CANDIDATES = 32  # waiting sequences that one step looks at,
+_MOST_LOOKED = 256  # and with those that wait for a prefix or a token
 _MOST_LACKING = 4  # of them such that lack pages
 
 _order = operator.attrgetter("order")
@@ -66,6 +68,7 @@ class Admission(NamedTuple):
   reached: int  # before: what is found below it had been computed once already
   loads: tuple[Load, ...]  # to be unpacked before its first step
   sources: tuple[tuple[int, str], ...]  # (up to which token, from where) of what was found
+  forked: bool  # from another completion: it will need its own copy of that one's last page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,14 +217,16 @@ class Scheduler:
       return
     lacking: list[Scheduled] = []
     promised: np.ndarray | None = None
-    for s in self.waiting[:_CANDIDATES]:
-      if not self._free_slots and not self._outranks(s):
+    looked = 0
+    for s in self.waiting[:_MOST_LOOKED]:
+      if looked == _CANDIDATES or (not self._free_slots and not self._outranks(s)):
         return
       if s.in_flight:
         continue  # preempted a moment ago: its last token has not been read yet
       lead = self._lead(s)
       if lead is None and (self._must_wait(s) or not self.cache.ready(s)):
         continue
+      looked += 1
       if promised is None:
         promised = self._promised(self.running)
       hit = None if lead is not None else self.cache.hit(s)
@@ -252,7 +257,7 @@ class Scheduler:
       loads = self.cache.adopt(s, slot, hit)
       sources = () if hit is None else hit.sources(self.layout)
     s.passed = 0
-    self._admitted.append(Admission(s, slot, s.computed, s.reached, loads, sources))
+    self._admitted.append(Admission(s, slot, s.computed, s.reached, loads, sources, bool(lead)))
     s.reached = max(s.reached, s.computed)
     self.waiting.remove(s)
     bisect.insort(self.running, s, key=_order)
@@ -271,12 +276,18 @@ class Scheduler:
         continue
       if not s.reached and other in s.siblings and self.cache.forks:
         return True
+      if other.order[0] > s.order[0] or s.patience == 0:
+        continue
       coming = self.cache.coming(s, other)
       if coming:
         if hit < 0:
           found = self.cache.hit(s)
           hit = 0 if found is None else found.length
         if coming > hit:
+          if s.patience < 0:  # the oldest prompt has every other step; twice that is enough
+            chunks = -(-max(coming - other.computed, 0) // self._step_tokens)
+            s.patience = 4 * chunks + 4
+          s.patience -= 1
           return True
     return False
 
@@ -285,14 +296,20 @@ class Scheduler:
       return np.ones(len(self.layout), int)  # its own copy of the page of the last prompt token
     need = self.cache.needed(s, hit, self._step_tokens)
     if s.preempted and self.running:
-      growth = [g.pages_for(HEADROOM) * (len(self.running) + 1) for g in self.layout]
+      # A window that is full takes a page and gives one back.
+      each = [g.pages_for(HEADROOM) if g.retention.reach is None else 1 for g in self.layout]
+      growth = [pages * (len(self.running) + 1) for pages in each]
       # Never more than there is: what can run alone must be able to come back.
       need = np.minimum(need + growth, np.maximum([g.pages for g in self.layout], need))
     return need
 
   def _promised(self, sequences: list[Scheduled]) -> np.ndarray:
-    """int [groups]: pages that those of the sequences take whose prompts are not done."""
-    return self.cache.promised([r for r in sequences if r.remaining > 1], self._step_tokens)
+    """int [groups]: pages that those of the sequences take whose prompts are not done, or that have
+    only just come in and taken none yet."""
+    fresh = {id(a.sequence): a.forked for a in self._admitted}
+    owing = [r for r in sequences if r.remaining > 1 or id(r) in fresh]
+    copies = sum(fresh.get(id(r), False) for r in owing)
+    return self.cache.promised(owing, self._step_tokens) + copies
 
   def _outranks(self, s: Scheduled) -> bool:
     return bool(self.running) and self.running[-1].order[0] > s.order[0]
@@ -300,17 +317,15 @@ class Scheduler:
   def _make_room(self, s: Scheduled) -> bool:
     """Preempts running sequences of lower priority, the last in the order first, until `s` has a
     slot and pages; changes nothing when even all of them would not do."""
-    need = self._need(s, None, None)
     lower = [r for r in self.running if r.order[0] > s.order[0]]
     others = [r for r in self.running if r.order[0] <= s.order[0]]
     promised = self._promised(others)
-    held = np.array(
-      [
-        len({int(x) for r in others for x in p.table[r.slot] if x < g.pages})
-        for g, p in zip(self.layout, self.cache.pages, strict=True)
-      ]
-    )
-    if (need > [g.pages for g in self.layout] - held - promised).any():
+    held = [
+      {int(x) for r in others for x in p.table[r.slot] if x < g.pages}
+      for g, p in zip(self.layout, self.cache.pages, strict=True)
+    ]
+    need = self.cache.needed(s, self.cache.hit(s), self._step_tokens, held)
+    if (need > [g.pages - len(h) for g, h in zip(self.layout, held, strict=True)] - promised).any():
       return False
     while lower:
       self._withdraw(lower.pop())
@@ -370,8 +385,11 @@ class Scheduler:
     self.running.remove(victim)
     self._give_back(victim, urgent=True)
     victim.computed = 0
-    victim.searched = -1
+    victim.searched = victim.patience = -1
     victim.preempted = True
+    for a in self._admitted:
+      if a.sequence is victim:  # as if it had not come in
+        victim.reached = a.reached
     self._admitted = [a for a in self._admitted if a.sequence is not victim]
     self.preemptions += 1
     self.add(victim)

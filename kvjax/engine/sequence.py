@@ -34,6 +34,8 @@ class Scheduled:
     passed: later sequences that were admitted while this one lacked pages.
     fetch, searched, fetches: pieces from beyond the device that it waits for, the version of the
       tiers in which it last searched for some, and how often some were lost.
+    patience: steps for which it still waits for a prefix that another one computes; -1 when it has
+      not begun to.
     loading: whether pages up to `computed` are loaded by a step that is only planned yet.
     offered: length up to which its pages were offered to the tiers.
   """
@@ -57,6 +59,7 @@ class Scheduled:
     self.fetch: Fetch | None = None
     self.searched = -1
     self.fetches = 0
+    self.patience = -1
     self.loading = False
     self.offered = 0
 
