@@ -207,7 +207,7 @@ class OffloadConfig(Section):
     1,
     2**20,
     words="an integer in [1, 1048576], a mapping from group name to such integers, or None",
-    test=lambda value: not isinstance(value, Mapping) or all(_count(n) for n in value.values()),
+    test=lambda value: not isinstance(value, Mapping) or all(map(_count, value, value.values())),
     hashed=False,
   )
   block_size: int | None = key(
@@ -244,7 +244,9 @@ class OffloadConfig(Section):
       yield f"{key}.disk_bytes: expected {key}.disk_path beside it, got {self.disk_bytes} alone"
 
 
-def _count(value: Any) -> bool:
+def _count(name: Any, value: Any) -> bool:
+  if not isinstance(name, str) or not name:
+    return False
   return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 2**20
 
 

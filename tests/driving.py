@@ -157,14 +157,14 @@ class Driver:
     """Plans and computes one step, and reads the one before."""
     self.steps += 1
     if self.offload is not None:
-      if getattr(self.offload._workers, "tick", None):
-        self.offload._workers.tick()
+      if getattr(self.offload.tiers.workers, "tick", None):
+        self.offload.tiers.workers.tick()
       self.offload.poll()
-      if self.offload.host is not None:
-        self.offload.host.check()
+      if self.offload.tiers.host is not None:
+        self.offload.tiers.host.check()
     plan = self.scheduler.plan()
     if plan is None and self.offload is not None:
-      self._pack(self.offload.take())
+      self._pack(self.offload.stores.take())
     if plan is not None:
       self._compute(plan)
     previous, self.in_flight = self.in_flight, plan
@@ -282,20 +282,19 @@ class Driver:
   def settle(self) -> None:
     """Lets everything that is on its way to a tier arrive; nobody waits for anything any more."""
     offload = self.offload
-    self._pack(offload.take())
+    self._pack(offload.stores.take())
     for _ in range(500):
-      if getattr(offload._workers, "tick", None):
-        offload._workers.tick()
+      if getattr(offload.tiers.workers, "tick", None):
+        offload.tiers.workers.tick()
       offload.poll()
-    assert not offload._storing
-    assert not offload._writing
-    assert not offload._fetching
+    assert not offload.stores.queue
+    assert len(offload.fetches) == 0
     assert offload.figures()["in_flight_bytes"] == 0
-    if offload.host is not None:
-      offload.host.check()
-      assert not offload.host._reserved
-      assert not any(e.pins for e in offload.host._entries.values())
-      assert not offload.host._dropped
+    host = offload.tiers.host
+    if host is not None:
+      host.check()
+      host.clear()
+      assert host.used == 0, "a reservation or a pin that nobody ended"
 
   def stop(self, s: Stub) -> None:
     """The host decides that a sequence has ended: a stop string, say."""

@@ -119,7 +119,33 @@ BAD = [
   ("sampling.stop", ("",)),
   ("sampling.stop", tuple(map(str, range(17)))),
   ("sampling.ignore_eos", 0),
-  ("offload.host_bytes", 1),
+  ("scheduler.look_ahead", -1),
+  ("scheduler.look_ahead", 2.0),
+  ("offload.host_bytes", -1),
+  ("offload.host_bytes", 1e9),
+  ("offload.disk_path", 7),
+  ("offload.disk_bytes", 0),
+  ("offload.disk_bytes", 2**20),  # without a path
+  ("offload.blocks_per_chunk", 0),
+  ("offload.blocks_per_chunk", "2"),
+  ("offload.blocks_per_chunk", 2.9),
+  ("offload.blocks_per_chunk", True),
+  ("offload.blocks_per_chunk", {"full": 0}),
+  ("offload.blocks_per_chunk", {"full": "2"}),
+  ("offload.blocks_per_chunk", {"full": 2.9}),
+  ("offload.blocks_per_chunk", {"full": True}),
+  ("offload.blocks_per_chunk", {3: 2}),
+  ("offload.block_size", 0),
+  ("offload.block_size", "512"),
+  ("offload.block_size", 512.0),
+  ("offload.block_size", True),
+  ("offload.chunk_bytes", 0),
+  ("offload.policy", "fifo"),
+  ("offload.store_after", -1),
+  ("offload.restore", "sometimes"),
+  ("offload.in_flight_bytes", 0),
+  ("offload.deadline_seconds", 0),
+  ("offload.deadline_seconds", "soon"),
   ("mesh.tensor", 0),
   ("mesh.tensor", "two"),
   ("kernels.attention", ()),
@@ -166,7 +192,7 @@ def test_sources(source):
 
 def test_the_errors_say_what_is_there():
   refused(lambda: ModelConfig(source="hf:DIR"), "package:", "gguf:", "not available")
-  refused(lambda: OffloadConfig(host_bytes=1), "host offload is not available", "got 1")
+  refused(lambda: OffloadConfig(blocks_per_chunk=2, block_size=512), "expected one of them")
   refused(lambda: CacheConfig(page_size=0), "an integer in [1, 65536], got 0")
   refused(lambda: ModelConfig(source="x.gguf", dtype="fp32"), "'auto', 'float32', 'bfloat16'")
   refused(

@@ -5,6 +5,8 @@ Each test asserts the counters that prove that what it is about took place.
 
 import dataclasses
 import functools
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -94,9 +96,9 @@ def test_everything_goes_through_host_memory_and_back(kind):
   for name, group in figures["groups"].items():
     assert group["loaded_bytes"] > 0, name
   host = figures["host"]
-  assert host["bytes"] == sum(g["bytes"] for g in host["groups"].values())
+  assert host["resident_bytes"] == sum(g["resident_bytes"] for g in host["groups"].values())
   for g in e.layout:
-    assert host["groups"][g.name]["bytes"] % g.page_bytes == 0  # exact, no row for all groups
+    assert host["groups"][g.name]["resident_bytes"] % g.page_bytes == 0  # exact, no row for all groups
 
 
 def test_of_a_window_only_what_it_needs_is_moved():
@@ -155,13 +157,14 @@ class Every:
 
 
 def lose(tier, key):
-  tier._path(key).unlink()
+  os.unlink(tier._path(key))
 
 
 def damage(tier, key):
-  data = bytearray(tier._path(key).read_bytes())
+  path = Path(tier._path(key))
+  data = bytearray(path.read_bytes())
   data[-7] ^= 4
-  tier._path(key).write_bytes(data)
+  path.write_bytes(data)
 
 
 @pytest.mark.parametrize(("n", "how"), [(3, lose), (5, damage)])
@@ -191,11 +194,11 @@ def test_host_memory_at_its_least():
 
 
 def test_a_full_disk(tmp_path, monkeypatch):
-  def full(path, parts):
+  def full(path, *parts):
     raise OSError(28, "No space left on device")
 
   e = engine("mixed", offload(disk_path=str(tmp_path), host_bytes=0))
-  monkeypatch.setattr("kvjax.offload.disk._write_synced", full)
+  monkeypatch.setattr("kvjax.offload.files._write_synced", full)
   assert serve(e, ROUNDS) == plain("mixed")
   e.close()
   disk = e.figures()["offload"]["disk"]
@@ -319,7 +322,7 @@ def test_a_salt_keeps_tenants_apart():
 def test_a_reset_forgets_every_tier(tmp_path):
   e = engine("mixed", offload(disk_path=str(tmp_path)))
   serve(e, ROUNDS[:4])
-  e._offload.flush(10)
+  e._offload.stores.flush(10)
   assert list(tmp_path.rglob("*.kv"))
   e.reset_prefix_cache()
   assert not list(tmp_path.rglob("*.kv"))
@@ -345,7 +348,7 @@ def test_a_request_aborted_while_it_waits_for_the_disk(tmp_path, monkeypatch):
   e.abort("r")
   assert [c.finish_reason for c in e.step()] == ["abort"]
   release.set()
-  assert not e._offload._fetching
+  assert len(e._offload.fetches) == 0
   assert all(g["used"] == 0 for g in e.figures()["pages"].values())
   assert serve(e, (0, 1)) == plain("mixed")[:2]
 
@@ -366,7 +369,7 @@ def test_chunks_that_never_hit_are_spoken_of(caplog):
   o = e._offload
   told = []
   o._report = told.append
-  o.counts["stored"] = 5
+  o.tiers.counts["stored"] = 5
   for _ in range(200):
     o.searched(None, 0)
   assert len(told) == 1

@@ -12,7 +12,8 @@ import numpy as np
 from kvjax import pages as pages_lib
 from kvjax.engine.sequence import Scheduled
 from kvjax.geometry import NO_PAGE, Layout, chunk_stride, hash_unit
-from kvjax.offload.manager import Load, Offload
+from kvjax.offload.fetches import Load
+from kvjax.offload.manager import Offload
 from kvjax.offload.piece import Piece
 from kvjax.offload.search import Found, Search
 from kvjax.prefix import Boundary, PrefixIndex, padded
@@ -118,22 +119,22 @@ class CacheManager:
     """Whether all that a waiting sequence will go on from is in memory; begins to bring it."""
     if self.offload is None or not self.offload.restores:
       return True
-    if s.fetch is None and s.searched != self.offload.version:
+    if s.fetch is None and s.searched != self.offload.tiers.version:
       assert self.index is not None
       found = self.on_device(s)
       length = 0 if found is None else found.length
-      search = Search(self.layout, s.chain, s.tokens, self.offload.probe)
+      search = Search(self.layout, s.chain, s.tokens, self.offload.tiers.probe)
       reach = search.reach(self.index, self._standing(s), length)
       self.offload.searched(reach, search.veto)
-      s.searched = self.offload.version
+      s.searched = self.offload.tiers.version
       if reach is not None and self.offload.worth(reach.length - length, reach):
-        s.fetch = self.offload.fetch(reach)
+        s.fetch = self.offload.fetches.fetch(reach)
         if s.fetch is None:
           s.searched = -1
           return False
     if s.fetch is None:
       return True
-    if not self.offload.arrived(s.fetch):
+    if not self.offload.fetches.arrived(s.fetch):
       return False
     if s.fetch.lost and s.fetches < _FETCHES:
       # A shorter prefix may need other pieces, which are asked for next time.
@@ -281,7 +282,7 @@ class CacheManager:
   def _let_go(self, s: Scheduled) -> None:
     """A sequence does not wait for pieces any more."""
     if s.fetch is not None and self.offload is not None:
-      self.offload.release(s.fetch)
+      self.offload.fetches.release(s.fetch)
     s.fetch = None
 
   def leave(self, s: Scheduled) -> None:
@@ -367,7 +368,7 @@ class CacheManager:
     g, p, slot = self.layout[group], self.pages[group], s.slot
     assert self.offload is not None
     if p.first[slot] <= part.start and part.stop <= p.last[slot]:
-      self.offload.offer(
+      self.offload.stores.offer(
         group,
         s.chain,
         s.tokens,

@@ -20,8 +20,9 @@ from kvjax.geometry import NO_PAGE, GroupGeometry, Layout
 from kvjax.models.decoder import Params
 from kvjax.models.spec import ModelSpec
 from kvjax.offload.chunks import chunk_dtype, pack_pool, page_elements, unpack_pool
-from kvjax.offload.manager import Load, Store
+from kvjax.offload.fetches import Load
 from kvjax.offload.piece import Piece
+from kvjax.offload.stores import Store
 from kvjax.pages import Copies
 from kvjax.request import TokenLogprobs
 from kvjax.sampling import TOP_LOGPROBS

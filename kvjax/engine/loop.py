@@ -172,9 +172,9 @@ class Engine:
       offload.poll()
     plan = self._scheduler.plan()
     if plan is None and offload is not None:
-      self._executor.pack(offload.take())
+      self._executor.pack(offload.stores.take())
       if self._dispatched is None and not self._ended_early:
-        offload.wait(_IDLE_SECONDS)
+        offload.fetches.wait(_IDLE_SECONDS)
     previous, self._dispatched = self._dispatched, None
     done, self._ended_early = self._ended_early, []
     if plan is not None:
@@ -216,8 +216,8 @@ class Engine:
       self.abort(request_id)
     self._ended_early.clear()
     if self._offload is not None:
-      self._executor.pack(self._offload.take())
-      self._offload.flush(self.config.offload.deadline_seconds)
+      self._executor.pack(self._offload.stores.take())
+      self._offload.stores.flush(self.config.offload.deadline_seconds)
       self._offload.close()
 
   def figures(self) -> dict[str, Any]:

@@ -32,7 +32,8 @@ from kvjax import pages as pages_lib
 from kvjax.config import SchedulerConfig
 from kvjax.engine.cache_manager import CacheManager, Copy, Hit
 from kvjax.engine.sequence import Scheduled
-from kvjax.offload.manager import Load, Store
+from kvjax.offload.fetches import Load
+from kvjax.offload.stores import Store
 
 HEADROOM = 16
 """Tokens that every running sequence must be able to grow by before a preempted one comes back."""
@@ -198,7 +199,7 @@ class Scheduler:
       steps=1 if steps == 1 else int(counts.max()),
       pages=self.cache.pages,
       admitted=admitted,
-      stores=[] if self.cache.offload is None else self.cache.offload.take(),
+      stores=[] if self.cache.offload is None else self.cache.offload.stores.take(),
       copies=copies,
       slots=slots,
       starts=starts,

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvjax.detokenizer import IncrementalDetokenizer
-from kvjax.offload.manager import Fetch
+from kvjax.offload.fetches import Fetch
 from kvjax.prefix import Boundary, Chain
 from kvjax.request import Completion, Request, SamplingParams, TokenLogprobs
 from kvjax.tokenizer import Tokenizer

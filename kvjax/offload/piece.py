@@ -1,11 +1,7 @@
 """Pieces: what the tiers keep. One piece holds consecutive pages of one group, all its layers."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
-
-from kvjax.geometry import GroupGeometry
-from kvjax.prefix import Chain, digest
 
 LAYOUT_VERSION = 1
 """Of the order of bytes within a piece; a part of every namespace."""
@@ -36,12 +32,3 @@ class Piece:
   @property
   def nbytes(self) -> int:
     return int(self.array.nbytes)
-
-
-def piece_key(g: GroupGeometry, chain: Chain, tokens: Sequence[int], stop: int) -> bytes:
-  """The name of a piece of group g whose last page is `stop` - 1, of a sequence's prefix.
-
-  The chain's root names model, types, geometries, adapter and salt; its link every token before.
-  """
-  link = chain.key(stop * g.page_size, tokens)
-  return digest(kind="piece", group=g.name, blocks=g.blocks_per_chunk, link=link)

@@ -1,136 +1,193 @@
-"""Which resident piece leaves first: eviction policies behind one interface, sizes in bytes."""
+"""Who leaves first when a tier is full: eviction policies over keys of different sizes.
 
-import itertools
-from collections import OrderedDict
+A policy knows the resident keys and their bytes, nothing else: it neither counts the tier's budget
+nor knows what is pinned. All sizes are in bytes.
+"""
+
+import collections
 from collections.abc import Iterator
 from typing import Protocol
 
 
 class Policy(Protocol):
-  """Keeps the order of resident keys; the tier keeps their content."""
+  """The order in which resident keys should leave.
+
+  `touch`, `remove` and `evict` of a key that is not resident raise KeyError.
+  """
 
   def insert(self, key: bytes, nbytes: int) -> None:
-    """A new resident key."""
+    """A new resident key. Raises ValueError when it is resident already."""
 
   def touch(self, key: bytes) -> None:
-    """A hit on a resident key."""
+    """A resident key was used."""
 
   def remove(self, key: bytes) -> None:
-    """A resident key left for another reason than eviction."""
-
-  def evict(self, key: bytes) -> None:
-    """A resident key was evicted."""
+    """A resident key left for another reason than eviction; nothing remembers it."""
 
   def victims(self) -> Iterator[bytes]:
-    """Resident keys in the order in which they should leave. Changes nothing."""
+    """All resident keys, each once, in the order in which they should leave.
+
+    Each is given as if those before it had left. Iterating changes nothing; the caller skips what
+    is pinned, stops when it has enough, and calls nothing else of the policy until it has stopped.
+    """
+
+  def evict(self, key: bytes) -> None:
+    """A resident key was evicted to make room; the policy may remember that it was there."""
+
+
+class _Queue:
+  """Keys and their bytes, the one that was put in first at the front.
+
+  Attributes:
+    nbytes: of all keys together.
+  """
+
+  def __init__(self) -> None:
+    self.nbytes = 0
+    # Not a dict: finding its first key takes longer for every key deleted before it.
+    self._sizes: collections.OrderedDict[bytes, int] = collections.OrderedDict()
+
+  def __contains__(self, key: bytes) -> bool:
+    return key in self._sizes
+
+  def __iter__(self) -> Iterator[bytes]:
+    return iter(self._sizes)
+
+  def items(self) -> Iterator[tuple[bytes, int]]:
+    return iter(self._sizes.items())
+
+  def put(self, key: bytes, nbytes: int) -> None:
+    """At the back."""
+    self._sizes[key] = nbytes
+    self.nbytes += nbytes
+
+  def pop(self, key: bytes) -> int:
+    """Takes a key out; returns its bytes."""
+    nbytes = self._sizes.pop(key)
+    self.nbytes -= nbytes
+    return nbytes
+
+  def shorten(self, most: int) -> None:
+    """Takes keys from the front until at most `most` bytes are left, or none."""
+    while self._sizes and self.nbytes > most:
+      self.nbytes -= self._sizes.popitem(last=False)[1]
 
 
 class LRU:
-  """Least recently used first."""
+  """What was not used for the longest time leaves first."""
 
   def __init__(self) -> None:
-    self._order: OrderedDict[bytes, None] = OrderedDict()
+    self._keys = _Queue()
 
   def insert(self, key: bytes, nbytes: int) -> None:
-    self._order[key] = None
+    _check_new(key, self._keys)
+    self._keys.put(key, nbytes)
 
   def touch(self, key: bytes) -> None:
-    self._order.move_to_end(key)
+    self._keys.put(key, self._keys.pop(key))
 
   def remove(self, key: bytes) -> None:
-    del self._order[key]
-
-  evict = remove
+    self._keys.pop(key)
 
   def victims(self) -> Iterator[bytes]:
-    return iter(self._order)
+    return iter(self._keys)
+
+  def evict(self, key: bytes) -> None:
+    self._keys.pop(key)
 
 
 class ARC:
-  """Adaptive replacement (Megiddo and Modha, FAST 2003), for entries of different sizes.
+  """Adaptive replacement cache, after N. Megiddo and D. Modha, "ARC: A Self-Tuning, Low Overhead
+  Replacement Cache", FAST 2003, with bytes in place of a number of pages.
 
-  Keys seen once stand in one list, keys seen again in another; a hit on a key that was evicted from
-  one of them moves the target size of the first by that key's bytes (at least; by more when its
-  list of ghosts is the smaller one). A scan passes through the first list and leaves the second.
+  Keys used once are in T1, keys used again in T2; B1 and B2 remember keys (their names only) that
+  were evicted from them. T1 gives way while it has more than `target` bytes, else T2. A key that
+  comes back while B1 remembers it says that T1 is too small, one in B2 that T2 is: the target moves
+  by the key's bytes, or more where the other list of ghosts is the longer one.
 
-  Args:
-    capacity: bytes of the tier; each list of ghosts remembers at most so many.
+  As in the paper T1 and B1 have at most `capacity` bytes together and all four lists twice that, as
+  long as the resident keys have at most `capacity`. The paper adapts the target first and then
+  makes room; here room was made when the piece was reserved, so a ghost hit steers what leaves
+  next.
+
+  Attributes:
+    capacity: bytes that the resident keys may have together.
+    target: bytes that T1 should have, in [0, capacity]; the paper's p.
   """
 
   def __init__(self, capacity: int):
-    self._capacity = capacity
-    self._target = 0.0  # bytes of the first list
-    # once, again: resident; ghosts of each. Oldest first.
-    self._lists: tuple[OrderedDict[bytes, int], ...] = (OrderedDict(), OrderedDict())
-    self._ghosts: tuple[OrderedDict[bytes, int], ...] = (OrderedDict(), OrderedDict())
-    self._bytes = [0, 0]
-    self._ghost_bytes = [0, 0]
-
-  @property
-  def target(self) -> float:
-    """Bytes that keys seen once may take before they leave first."""
-    return self._target
+    self.capacity = capacity
+    self.target = 0
+    self._once, self._again = _Queue(), _Queue()  # T1, T2
+    self._once_ghosts, self._again_ghosts = _Queue(), _Queue()  # B1, B2
 
   def insert(self, key: bytes, nbytes: int) -> None:
-    which = next((i for i in (0, 1) if key in self._ghosts[i]), None)
-    if which is None:
-      self._add(0, key, nbytes)
-      return
-    other = self._ghost_bytes[1 - which]
-    step = nbytes * max(1.0, other / max(self._ghost_bytes[which], 1))
-    self._target += step if which == 0 else -step
-    self._target = min(max(self._target, 0.0), float(self._capacity))
-    self._ghost_bytes[which] -= self._ghosts[which].pop(key)
-    self._add(1, key, nbytes)
+    _check_new(key, self._once, self._again)
+    b1, b2 = self._once_ghosts, self._again_ghosts
+    if key in b1:
+      step = max(nbytes, nbytes * b2.nbytes // b1.nbytes)
+      self.target = min(self.capacity, self.target + step)
+      b1.pop(key)
+      self._again.put(key, nbytes)
+    elif key in b2:
+      step = max(nbytes, nbytes * b1.nbytes // b2.nbytes)
+      self.target = max(0, self.target - step)
+      b2.pop(key)
+      self._again.put(key, nbytes)
+    else:
+      self._once.put(key, nbytes)
+    # Only here do the lists grow: an eviction moves bytes from T to B, a touch from T1 to T2.
+    b1.shorten(self.capacity - self._once.nbytes)
+    b2.shorten(2 * self.capacity - self._once.nbytes - self._again.nbytes - b1.nbytes)
 
   def touch(self, key: bytes) -> None:
-    which = self._of(key)
-    nbytes = self._lists[which].pop(key)
-    self._bytes[which] -= nbytes
-    self._add(1, key, nbytes)
+    self._again.put(key, self._resident(key).pop(key))
 
   def remove(self, key: bytes) -> None:
-    which = self._of(key)
-    self._bytes[which] -= self._lists[which].pop(key)
-
-  def evict(self, key: bytes) -> None:
-    which = self._of(key)
-    nbytes = self._lists[which].pop(key)
-    self._bytes[which] -= nbytes
-    ghosts = self._ghosts[which]
-    ghosts[key] = nbytes
-    self._ghost_bytes[which] += nbytes
-    while self._ghost_bytes[which] > self._capacity:
-      self._ghost_bytes[which] -= ghosts.popitem(last=False)[1]
+    self._resident(key).pop(key)
 
   def victims(self) -> Iterator[bytes]:
-    """From the first list while it is above its target, else from the second; then what is left."""
-    sizes = list(self._bytes)
-    queues = [iter(list(entries.items())) for entries in self._lists]
-    left = [len(entries) for entries in self._lists]
-    while any(left):
-      which = 0 if left[0] and (sizes[0] > self._target or not left[1]) else 1
-      key, nbytes = next(queues[which])
-      left[which] -= 1
-      sizes[which] -= nbytes
+    once, again = self._once.items(), iter(self._again)
+    left = self._once.nbytes
+    # The target decides which list gives way, but what one list lacks the other one gives: all of
+    # T1 while T2 is empty, and the rest of either when the other is through.
+    second = next(again, None)
+    for key, nbytes in once:
+      while left <= self.target and second is not None:
+        yield second
+        second = next(again, None)
       yield key
+      left -= nbytes
+    if second is not None:
+      yield second
+      yield from again
 
-  def _of(self, key: bytes) -> int:
-    return 0 if key in self._lists[0] else 1
+  def evict(self, key: bytes) -> None:
+    queue = self._resident(key)
+    ghosts = self._once_ghosts if queue is self._once else self._again_ghosts
+    ghosts.put(key, queue.pop(key))
 
-  def _add(self, which: int, key: bytes, nbytes: int) -> None:
-    self._lists[which][key] = nbytes
-    self._bytes[which] += nbytes
-
-  def keys(self) -> Iterator[bytes]:
-    """Resident keys."""
-    return itertools.chain(*self._lists)
+  def _resident(self, key: bytes) -> _Queue:
+    """The list that a resident key is in; for any other one, a list that it is not in."""
+    return self._once if key in self._once else self._again
 
 
 def policy(name: str, capacity: int) -> Policy:
-  """The policy of a name; ValueError for one that does not exist."""
+  """A new policy.
+
+  Args:
+    name: "lru" or "arc"; ValueError for any other.
+    capacity: bytes that the resident keys may have together.
+  """
   if name == "lru":
     return LRU()
   if name == "arc":
     return ARC(capacity)
-  raise ValueError(f"policy: expected 'lru' or 'arc', got {name!r}")
+  raise ValueError(f"expected an eviction policy 'lru' or 'arc', got {name!r}")
+
+
+def _check_new(key: bytes, *queues: _Queue) -> None:
+  if any(key in queue for queue in queues):
+    raise ValueError(
+      f"expected a key that is not resident, got {key.hex()[:16]}; call touch when a key is used"
+    )

@@ -10,8 +10,16 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from kvjax.geometry import GroupGeometry, Layout
-from kvjax.offload.piece import piece_key
-from kvjax.prefix import Boundary, Chain, PrefixIndex
+from kvjax.prefix import Boundary, Chain, PrefixIndex, digest
+
+
+def piece_key(g: GroupGeometry, chain: Chain, tokens: Sequence[int], stop: int) -> bytes:
+  """The name of a piece of group g whose last page is `stop` - 1, of a sequence's prefix.
+
+  The chain's root names model, types, geometries, adapter and salt; its link every token before.
+  """
+  link = chain.key(stop * g.page_size, tokens)
+  return digest(kind="piece", group=g.name, blocks=g.blocks_per_chunk, link=link)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,6 +50,14 @@ class Reach:
   length: int
   pages: tuple[list[int], ...]
   pieces: tuple[tuple[Found, ...], ...]
+
+  def nbytes(self, layout: Layout) -> dict[str, int]:
+    """Bytes of the pages that come from "host" and from "disk"."""
+    out = {"host": 0, "disk": 0}
+    for g, pieces in zip(layout, self.pieces, strict=True):
+      for found in pieces:  # one for each page
+        out[found.source] += g.page_bytes
+    return out
 
 
 class Search:
