@@ -1,6 +1,6 @@
 """What a plan means, in words and figures: the text of `--plan`."""
 
-from kvjax.config import Config
+from kvjax.config import Config, OffloadConfig
 from kvjax.engine.batching import shapes
 from kvjax.geometry import (
   Layout,
@@ -12,6 +12,7 @@ from kvjax.geometry import (
   token_bytes,
 )
 from kvjax.models.spec import parameter_count
+from kvjax.offload.sizes import how_chosen
 from kvjax.planning import attention_implementations, plan_for
 from kvjax.sharding import Shardings
 from kvjax.weights.load import Model
@@ -19,9 +20,12 @@ from kvjax.weights.load import Model
 _LENGTHS = (128, 512, 2048, 8192, 32768, 131072)
 
 
-def describe(layout: Layout) -> str:
-  """The groups, what fits in their pools, and what limits it."""
-  return "\n".join([*_groups(layout), "", *_fits(layout)])
+def describe(layout: Layout, offload: OffloadConfig | None = None) -> str:
+  """The groups, what fits in their pools, and what limits it; chunks and tiers of an offload."""
+  lines = [*_groups(layout), "", *_fits(layout)]
+  if offload is not None:
+    lines += ["", *_offload(layout, offload)]
+  return "\n".join(lines)
 
 
 def plan_report(model: Model, config: Config) -> str:
@@ -39,7 +43,7 @@ def plan_report(model: Model, config: Config) -> str:
     f"at most {scheduler.token_budget} prefill tokens per step",
     f"kernels paged attention: {', '.join(names)}",
     "",
-    describe(layout),
+    describe(layout, config.offload),
     "",
     "compiled shapes (each when first met, then kept in the compilation cache)",
     *(f"  {shape}" for shape in shapes(scheduler, config.model.numerics == "batch_invariant")),
@@ -57,7 +61,7 @@ def human(count: float) -> str:
 
 
 def _groups(layout: Layout) -> list[str]:
-  rows = [
+  rows: list[tuple[str, ...]] = [
     ("group", "layers", "keeps", "page", "B/token", "B/page", "pages", "pool", "per sequence")
   ]
   for g in layout:
@@ -74,8 +78,33 @@ def _groups(layout: Layout) -> list[str]:
         f"≤ {g.peak_pages(g.max_length)} pages",
       )
     )
+  return _table(rows)
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
   widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
   return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _offload(layout: Layout, offload: OffloadConfig) -> list[str]:
+  if not offload.enabled:
+    return ["offload none; see config.offload.host_bytes and config.offload.disk_path"]
+  host = f"{human(offload.host_bytes)} of host memory" if offload.host_bytes else "no host memory"
+  disk = "no disk"
+  if offload.disk_path is not None:
+    most = "what there is" if offload.disk_bytes is None else human(offload.disk_bytes)
+    disk = f"{most} in {offload.disk_path}"
+  rows: list[tuple[str, ...]] = [("chunks of", "pages", "tokens", "bytes")]
+  for g in layout:
+    if g.reusable:
+      rows.append((g.name, str(g.blocks_per_chunk), str(g.chunk_tokens), human(g.chunk_bytes)))
+    else:
+      rows.append((g.name, "none: scratch memory", "", ""))
+  return [
+    f"offload {host}, {disk}; taken back: {offload.restore}",
+    *("        " + line for line in _table(rows)),
+    f"        {how_chosen(offload)}",
+  ]
 
 
 def _sharing(layout: Layout) -> str:

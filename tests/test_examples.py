@@ -14,6 +14,7 @@ from absl import app, flags, logging
 from absl.testing import flagsaver
 
 from kvjax import testing
+from kvjax.errors import ConfigError
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 PROMPT = "The sea is"
@@ -168,3 +169,31 @@ def test_checkpoint(run, tmp_path):
   tokens = [first, *before, *went_on]
   assert tokens == list(logprobs(tokens).argmax(-1))
   assert (tmp_path / "state").is_dir()
+
+
+def test_chunks(run):
+  def chunks(*arguments):
+    lines = run("chunks", *arguments)
+    tables = [i for i, line in enumerate(lines) if line.split()[:2] == ["chunks", "of"]]
+    rows = [
+      line.split() for i, n in zip(tables, (5, 2), strict=True) for line in lines[i + 1 :][:n]
+    ]
+    return {row[0] if i < 5 else f"gemma {row[0]}": row[1:3] for i, row in enumerate(rows)}
+
+  assert list(chunks("--block_size=512").values()) == [
+    *(["2", "512"], ["8", "512"], ["8", "512"], ["128", "512"], ["64", "512"]),
+    *(["32", "512"], ["16", "512"]),
+  ]
+  for sizes, tokens in (("16,32", ["32", "64"]), ("16,64", ["32", "128"]), ("32,16", ["64", "32"])):
+    got = chunks("--blocks_per_chunk=2", f"--page_sizes={sizes}")
+    assert [pages for pages, _ in got.values()] == 7 * ["2"]
+    assert [each for _, each in got.values()] == ["512", "128", "128", "8", "16", *tokens]
+
+
+def test_chunks_of_a_size_that_does_not_divide(monkeypatch):
+  monkeypatch.setattr(sys, "argv", ["chunks.py", "--block_size=128"])
+  with (
+    flagsaver.flagsaver(),
+    pytest.raises(ConfigError, match=r"block_size.*next.*256.*blocks_per"),
+  ):
+    runpy.run_path(str(EXAMPLES / "chunks.py"), run_name="__main__")

@@ -98,7 +98,8 @@ def test_everything_goes_through_host_memory_and_back(kind):
   host = figures["host"]
   assert host["resident_bytes"] == sum(g["resident_bytes"] for g in host["groups"].values())
   for g in e.layout:
-    assert host["groups"][g.name]["resident_bytes"] % g.page_bytes == 0  # exact, no row for all groups
+    # Exact: no row that is as long as all groups need.
+    assert host["groups"][g.name]["resident_bytes"] % g.page_bytes == 0
 
 
 def test_of_a_window_only_what_it_needs_is_moved():

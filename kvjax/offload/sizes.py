@@ -38,6 +38,22 @@ def with_chunks(layout: Layout, offload: OffloadConfig) -> Layout:
   return out
 
 
+def how_chosen(offload: OffloadConfig) -> str:
+  """In words, where the sizes of chunks come from."""
+  if isinstance(offload.blocks_per_chunk, int):
+    return "as many pages as config.offload.blocks_per_chunk says"
+  near = (
+    f"the powers of two nearest to config.offload.chunk_bytes ({offload.chunk_bytes}), at most "
+    f"{MOST_TOKENS} tokens"
+  )
+  if offload.blocks_per_chunk is not None:
+    names = ", ".join(offload.blocks_per_chunk)
+    return f"{names}: as config.offload.blocks_per_chunk says; others: {near}"
+  if offload.block_size is not None:
+    return f"{offload.block_size} tokens of each group: config.offload.block_size"
+  return near
+
+
 def _sizes(layout: Layout, offload: OffloadConfig) -> Mapping[str, int]:
   groups = [g for g in layout if g.reusable]
   given = offload.blocks_per_chunk
