@@ -111,6 +111,13 @@ class Search:
       shortest = min(reached, key=lambda i: reached[i])
       if reached[shortest] < max(reached.values()):
         self.veto = shortest
+      elif bounded and reached[shortest] <= above:
+        # Nothing of the groups without a bound: is it they that lack it, or is all of it new?
+        following = index.following(above)
+        if following is not None and following <= most:
+          pages = index.held(standing, following, bounded)
+          if self._lacking(bounded, following, pages) is None and any(pages):
+            self.veto = shortest
       most = min(most, reached[shortest])
     for length in index.lengths(above, most):
       pages = index.held(standing, length, bounded)
