@@ -126,7 +126,10 @@ class Driver:
     self.in_flight: Plan | None = None
     self.arrivals = 0
     self.counts = dict.fromkeys(
-      ("hits", "hit_tokens", "forks", "copies", "computed", "idle", "restored", "loads", "stores"),
+      (
+        *("hits", "hit_tokens", "forks", "copies", "computed", "idle", "restored"),
+        *("loads", "stores", "aborts that waited for a tier", "resets in flight"),
+      ),
       0,
     )
     self.alive: list[Stub] = []

@@ -20,9 +20,13 @@ from kvjax import config as C
 from kvjax import pages as pages_lib
 from kvjax import testing
 from kvjax.config import SchedulerConfig
+from kvjax.engine import cache_manager
 from kvjax.engine.cache_manager import CacheManager
 from kvjax.engine.sequence import _seed_words
-from kvjax.prefix import PrefixIndex
+from kvjax.offload import search, stores
+from kvjax.offload.fetches import Fetches, Load
+from kvjax.offload.stores import Stores
+from kvjax.prefix import PrefixIndex, digest
 
 STEPS = 100_000  # of the scheduler, in all
 SEEDS = 100
@@ -67,10 +71,14 @@ def soak(seed, steps, offload=False):
     d.step()
     event = rng.random()
     if event < 0.02 and d.alive:
-      d.abort(rng.choice(d.alive))
+      s = rng.choice(d.alive)
+      d.counts["aborts that waited for a tier"] += s.fetch is not None
+      d.abort(s)
     elif event < 0.03 and d.alive:
       d.stop(rng.choice(d.alive))
     elif event < 0.033:
+      if d.offload is not None:
+        d.counts["resets in flight"] += d.offload.stores.in_flight_bytes > 0
       d.cache.reset(d.scheduler.running)
   d.drain()
   d.cache.check()
@@ -97,10 +105,31 @@ def test_soak(part):
     assert total[event] > 20, f"{event}: {total[event]}"
 
 
+@pytest.mark.parametrize("part", range(10))
+def test_soak_with_offload(part):
+  """10⁵ more over tiers that are slow, full, refuse, lose, hang and raise (tests/slow_tiers.py)."""
+  total = collections.Counter()
+  for seed in range(part * SEEDS // 10, (part + 1) * SEEDS // 10):
+    d = soak(seed, STEPS // SEEDS, offload=True)
+    total.update(d.counts)
+    total.update({f"tiers: {name}": count for name, count in d.offload.tiers.counts.items()})
+    total["preemptions"] += d.scheduler.preemptions
+    total["steps"] += d.steps
+  assert total["steps"] >= STEPS // 10
+  for event in ("hits", "forks", "copies", "restored", "preemptions", "stores", "loads"):
+    assert total[event] > 20, f"{event}: {total[event]}"
+  for event in ("refused", "lost"):
+    assert total[f"tiers: {event}"] > 5, f"{event}: {total[f'tiers: {event}']}"
+  for event in ("aborts that waited for a tier", "resets in flight", "tiers: late"):
+    assert total[event] > 0, event
+
+
 def test_a_seed_gives_the_same_history_again():
   first, again, other = soak(7, 300), soak(7, 300), soak(8, 300)
   assert first.log.digest() == again.log.digest()
   assert first.log.digest() != other.log.digest()
+  first, again = soak(7, 300, offload=True), soak(7, 300, offload=True)
+  assert first.log.digest() == again.log.digest()
 
 
 def _no_change(*_, **__):
@@ -166,9 +195,51 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
     _soaks(12)
 
 
-def _soaks(count):
+def _soaks(count, offload=False):
   for seed in range(count):
-    soak(seed, 400)
+    soak(seed, 400, offload)
+
+
+def _take_late(self):
+  stores, self.queue = self.queue, []
+  before, self.late = getattr(self, "late", []), stores
+  return before
+
+
+def _first_rows(group, piece, rows, pages):
+  return Load(group, piece, np.arange(len(rows), dtype=rows.dtype), pages)
+
+
+def _key_of_length(g, chain, tokens, stop):
+  return digest(kind="piece", group=g.name, stop=stop)
+
+
+def _give_back_loading(self, s, urgent=False):
+  s.loading = False
+  return _GIVE_BACK(self, s, urgent)
+
+
+_GIVE_BACK = CacheManager.give_back
+
+OFFLOAD_FAULTS = {
+  "pages are packed a step too late": ((Stores, "take", _take_late),),
+  "other rows of a piece are loaded": ((cache_manager, "Load", _first_rows),),
+  "pieces are named by their length": (
+    (search, "piece_key", _key_of_length),
+    (stores, "piece_key", _key_of_length),
+  ),
+  "what was not loaded is named": ((CacheManager, "give_back", _give_back_loading),),
+  "reservations are not ended": ((Stores, "_cancel", _no_change),),
+  "fetches are not let go of": ((Fetches, "release", _no_change),),
+}
+
+
+@pytest.mark.parametrize("fault", OFFLOAD_FAULTS)
+def test_a_planted_fault_of_offload_is_found(fault, monkeypatch):
+  for where, name, broken in OFFLOAD_FAULTS[fault]:
+    monkeypatch.setattr(where, name, broken)
+  with pytest.raises((AssertionError, RuntimeError, KeyError, ValueError, IndexError)):
+    _soaks(12, offload=True)
 
 
 MAX_LENGTH = 96
