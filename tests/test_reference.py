@@ -17,6 +17,7 @@ import pytest
 
 import kvjax
 from kvjax import config as C
+from kvjax.offload import files as files_lib
 
 MODELS = [
   pytest.param(
@@ -46,11 +47,12 @@ def load(name, dtype="float32"):
   return kvjax.load(SOURCES[name], dtype)
 
 
-def engine(name, *, cache, scheduler):
+def engine(name, *, cache, scheduler, offload=None):
   config = C.Config(
     model=C.ModelConfig(source=SOURCES[name], dtype="float32", max_length=MAX_LENGTH),
     cache=cache,
     scheduler=scheduler,
+    offload=offload or C.OffloadConfig(),
   )
   return kvjax.Engine(load(name), config)
 
@@ -203,6 +205,74 @@ def test_preempted(name):
   assert figures["prompt_tokens"] == sum(len(i["prompt_token_ids"]) for i in items)
   for group in figures["pages"].values():
     assert group["used"] == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_offloaded(name, tmp_path, monkeypatch):
+  """Nothing stays on the device between two turns; the tiers lose, damage and refuse. The engines
+  have one layout, so one set of programs serves them all."""
+  items = [i for i in reference(name) if 30 < len(i["prompt_token_ids"]) < 100][:4]
+  prompts = sum(len(i["prompt_token_ids"]) for i in items)
+  longest = max(len(i["prompt_token_ids"]) for i in items) + 16
+  names = [g.name for g in kvjax.plan(load(name).spec, max_length=64)]
+  pages = -(-longest // 8) + 1
+  cache = C.CacheConfig(groups={n: C.GroupConfig(page_size=8, pages=pages) for n in names})
+
+  def tiers(**offload):
+    schedule = scheduler(token_budget=64, max_sequences=2)
+    more = C.OffloadConfig(**{"restore": "always", "blocks_per_chunk": 2} | offload)
+    return engine(name, cache=cache, scheduler=schedule, offload=more)
+
+  def turn(e):
+    check(name, serve(e, items, 16), items)
+    return e.figures()
+
+  def sources(e):
+    return dict(e.figures()["prompt_tokens_by_source"])
+
+  # Through host memory and back.
+  e = tiers(host_bytes=2**30)
+  turn(e)
+  assert turn(e)["offload"]["host"]["refusals"] == 0
+  assert sources(e)["host"] > 0.7 * prompts
+  # Host memory for one chunk of one group only.
+  e = tiers(host_bytes=max(g.chunk_bytes for g in e.layout))
+  turn(e)
+  assert turn(e)["offload"]["host"]["evictions"] > 0
+  # On to disk, and from there in an engine that knows nothing.
+  e = tiers(disk_path=str(tmp_path / "kv"))
+  turn(e)
+  e.close()
+  files = sorted((tmp_path / "kv").rglob("*.kv"))
+  e = tiers(disk_path=str(tmp_path / "kv"))
+  assert turn(e)["offload"]["lost"] == 0
+  assert sources(e)["disk"] > 0.7 * prompts
+  e.close()
+  # Every third file is gone, every fifth of the others damaged.
+  for file in files[::3]:
+    file.unlink(missing_ok=True)
+  left = [file for file in files if file.exists()][::5]
+  for file in left:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+  e = tiers(disk_path=str(tmp_path / "kv"))
+  damaged = turn(e)["offload"]["disk"]["failures"]
+  assert damaged.keys() <= {"checksum"}
+  assert sources(e)["computed"] > 0.3 * prompts
+  e.close()
+  # A disk that is full.
+  monkeypatch.setattr(files_lib, "_write_synced", _full)
+  e = tiers(disk_path=str(tmp_path / "full"))
+  turn(e)
+  e.close()
+  disk = e.figures()["offload"]["disk"]
+  assert disk["stores"] == 0
+  assert disk["refusals"] > 0
+
+
+def _full(path, *parts):
+  raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize("name", MODELS)
