@@ -57,11 +57,11 @@ def engine(name, *, cache, scheduler, offload=None):
   return kvjax.Engine(load(name), config)
 
 
-def serve(e, items, tokens=48):
+def serve(e, items, tokens=48, salt=None):
   """Completions by prompt name of prompts served together."""
   sampling = dataclasses.replace(GREEDY, max_tokens=tokens)
   for item in items:
-    e.add(kvjax.Request(item["name"], tuple(item["prompt_token_ids"]), sampling))
+    e.add(kvjax.Request(item["name"], tuple(item["prompt_token_ids"]), sampling, cache_salt=salt))
   return {c.request_id: c for c in e.run()}
 
 
@@ -120,8 +120,8 @@ def test_first_logits(name):
     ids = item["prompt_token_ids"]
     state = kvjax.admit(state, 0, ids)
     left = len(ids)
-    while left:  # in chunks of at most four query blocks: few shapes for many lengths
-      count = min(left, 256)
+    while left:  # in chunks of one query block: one shape for all lengths
+      count = min(left, 64)
       batch = kvjax.prefill_batch(state, 0, count)
       state, out = step(model.params, state, batch, spec=model.spec)
       left -= count
@@ -132,38 +132,6 @@ def test_first_logits(name):
     assert not state.shortfall.any()
 
 
-# Page sizes 1, 16, 64 and unequal ones; prefill chunks of 7, 64 and whole prompts.
-TOGETHER = {
-  "page 16, whole": (C.CacheConfig(page_size=16), 512, {}),
-  "page 1, chunk 7": (C.CacheConfig(page_size=1), 7, {"query_block": 8, "max_sequences": 8}),
-  "page 64, chunk 64": (C.CacheConfig(page_size=64), 64, {"decode_steps": 4}),
-}
-UNEQUAL = (C.CacheConfig(groups=groups(full=16, sliding=64)), 64, {})
-
-
-def together():
-  for model in MODELS:
-    (name,) = model.values
-    more = {"full 16, sliding 64": UNEQUAL} if name == "gemma3" else {}
-    for label, case in (TOGETHER | more).items():
-      yield pytest.param(name, *case, id=f"{name}: {label}", marks=model.marks)
-
-
-@pytest.mark.parametrize(("name", "cache", "budget", "more"), list(together()))
-def test_together(name, cache, budget, more):
-  items = reference(name) if budget == 512 else some(name)
-  e = engine(name, cache=cache, scheduler=scheduler(token_budget=budget, **more))
-  check(name, serve(e, items, 48 if budget == 512 else 24), items)
-  figures = e.figures()
-  assert figures["preemptions"] == 0
-  assert figures["prompt_tokens"] == sum(len(i["prompt_token_ids"]) for i in items)
-  if budget == 512:  # once more, from what is cached now
-    before = figures["prompt_tokens_by_source"]["device"]
-    again = [i for i in items if 20 < len(i["prompt_token_ids"]) < 100]
-    check(name, serve(e, again), again)
-    assert e.figures()["prompt_tokens_by_source"]["device"] - before >= 16 * len(again) > 0
-
-
 def scheduler(**more):
   """Few buckets: each is a program of the whole model to compile."""
   base = {"max_sequences": 16, "query_block": 64, "decode_buckets": (4096,)}
@@ -171,21 +139,56 @@ def scheduler(**more):
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_together_again_and_alone(name):
+  """All prompts at once in whole chunks, some again from what is cached, some by themselves."""
+  items = reference(name)
+  e = engine(name, cache=C.CacheConfig(page_size=16), scheduler=scheduler(token_budget=512))
+  check(name, serve(e, items), items)
+  figures = e.figures()
+  assert figures["preemptions"] == 0
+  assert figures["prompt_tokens"] == sum(len(i["prompt_token_ids"]) for i in items)
+  before = figures["prompt_tokens_by_source"]["device"]
+  again = [i for i in items if 20 < len(i["prompt_token_ids"]) < 100]
+  check(name, serve(e, again, 16), again)
+  assert e.figures()["prompt_tokens_by_source"]["device"] - before >= 16 * len(again) > 0
+  before = e.figures()["prompt_tokens_by_source"]["computed"]
+  alone = [*again[:3], next(i for i in items if len(i["prompt_token_ids"]) > 700)]
+  for item in alone:
+    check(name, serve(e, [item], 16, item["name"]), [item])
+  computed = e.figures()["prompt_tokens_by_source"]["computed"] - before
+  assert computed == sum(len(i["prompt_token_ids"]) for i in alone)
+
+
+# Other page sizes and chunks than 16 and whole prompts; tests of tiny models combine all with all.
+SIZES = {
+  "smollm2: page 64, chunk 64": (C.CacheConfig(page_size=64), 64, {"decode_steps": 4}),
+  "gemma3: page 1, chunk 7": (
+    C.CacheConfig(page_size=1),
+    7,
+    {"query_block": 8, "max_sequences": 8},
+  ),
+  "gemma3: full 16, sliding 64": (
+    C.CacheConfig(groups=groups(full=16, sliding=64)),
+    64,
+    {"decode_steps": 4},
+  ),
+}
+
+
 @pytest.mark.parametrize(
-  ("turn", "page_size", "budget", "query_block"), [(0, 16, 512, 64), (1, 1, 64, 64), (2, 64, 7, 8)]
+  ("name", "cache", "budget", "more"),
+  [
+    pytest.param(label.split(":")[0], *case, id=label, marks=model.marks)
+    for label, case in SIZES.items()
+    for model in MODELS
+    if model.values[0] == label.split(":")[0]
+  ],
 )
-def test_alone(name, turn, page_size, budget, query_block):
-  """Every prompt by itself: a third of the short ones with each page size and chunk, the long ones
-  in whole chunks, since small ones would take minutes."""
-  long = [i for i in reference(name) if len(i["prompt_token_ids"]) > 300]
-  items = [i for i in reference(name)[turn::3] if i not in long]
-  items += [] if turn else long
-  schedule = scheduler(max_sequences=1, token_budget=budget, query_block=query_block)
-  e = engine(name, cache=C.CacheConfig(page_size=page_size), scheduler=schedule)
-  done = {}
-  for item in items:
-    done |= serve(e, [item], 48 if turn == 0 else 16)
-  check(name, done, items)
+def test_sizes(name, cache, budget, more):
+  items = some(name)
+  e = engine(name, cache=cache, scheduler=scheduler(token_budget=budget, **more))
+  check(name, serve(e, items, 24), items)
+  assert e.figures()["preemptions"] == 0
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -196,7 +199,7 @@ def test_preempted(name):
   pages = sum(-(-(len(i["prompt_token_ids"]) + 47) // 8) for i in items) // 2
   names = [g.name for g in kvjax.plan(load(name).spec, max_length=64)]
   cache = C.CacheConfig(groups={n: C.GroupConfig(page_size=8, pages=pages) for n in names})
-  e = engine(name, cache=cache, scheduler=scheduler(token_budget=256))
+  e = engine(name, cache=cache, scheduler=scheduler(token_budget=64))
   done = serve(e, items)
   check(name, done, items)
   figures = e.figures()
