@@ -44,10 +44,24 @@ def test_cache(tmp_path):
     assert 0 < r["step_us"] <= r["p90_us"]
 
 
-def test_an_unknown_section_is_named(tmp_path):
+def test_offload(tmp_path):
+  figures = run("offload.py", "--sections=copies,bytes", out=tmp_path / "offload.json")
+  copies = figures["copies"]
+  for r in copies["rows"]:
+    assert r["bytes"] % 4096 == 0
+    assert all(rate > 0 for rate in r["gigabytes_per_second"].values())
+  assert copies["default_bytes"] == 2**20
+  assert copies["knee_bytes"].keys() == r["gigabytes_per_second"].keys()
+  for r in figures["bytes"]["rows"]:
+    assert 0.9 <= r["share"] <= 1, r
+    assert r["share"] <= r["share_of_used"] <= 1
+
+
+@pytest.mark.parametrize("name", ["cache.py", "offload.py"])
+def test_an_unknown_section_is_named(name):
   environment = os.environ | {"PYTHONPATH": str(ROOT)}
   done = subprocess.run(
-    [sys.executable, "benchmarks/cache.py", "--sections=wast"],
+    [sys.executable, f"benchmarks/{name}", "--sections=wast"],
     cwd=ROOT,
     env=environment,
     capture_output=True,
