@@ -20,7 +20,7 @@ from kvjax.offload.piece import Piece
 
 NEW = 10
 LONGEST = 128
-KINDS = ("full", "mixed", "varied")
+KINDS = ("mixed", "varied")
 
 
 @functools.cache

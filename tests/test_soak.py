@@ -101,13 +101,9 @@ def test_soak(part):
     total["preemptions"] += d.scheduler.preemptions
     total["evictions"] += sum(d.cache.evictions)
     total["steps"] += d.steps
-    if d.offload is not None:
-      total.update({f"tiers: {name}": count for name, count in d.offload.tiers.counts.items()})
   assert total["steps"] >= STEPS // 10
   for event in ("hits", "forks", "copies", "restored", "preemptions", "evictions", "loads"):
     assert total[event] > 20, f"{event}: {total[event]}"
-  for event in ("tiers: refused", "tiers: lost", "aborts that waited for a tier"):
-    assert total[event] > 0, event
 
 
 def test_resets_and_late_answers_while_something_is_on_its_way():
@@ -116,7 +112,7 @@ def test_resets_and_late_answers_while_something_is_on_its_way():
     d = soak(1000 + seed, 300, offload=True)
     total.update(d.counts)
     total.update(d.offload.tiers.counts)
-  for event in ("resets in flight", "late", "lost", "refused"):
+  for event in ("resets in flight", "aborts that waited for a tier", "late", "lost", "refused"):
     assert total[event] > 0, event
 
 
@@ -210,13 +206,6 @@ def _key_of_length(g, chain, tokens, stop):
   return digest(kind="piece", group=g.name, stop=stop)
 
 
-def _give_back_loading(self, s, urgent=False):
-  s.loading = False
-  return _GIVE_BACK(self, s, urgent)
-
-
-_GIVE_BACK = CacheManager.give_back
-
 OFFLOAD_FAULTS = {
   "pages are packed a step too late": ((Stores, "take", _take_late),),
   "other rows of a piece are loaded": ((cache_manager, "Load", _first_rows),),
@@ -224,7 +213,6 @@ OFFLOAD_FAULTS = {
     (search, "piece_key", _key_of_length),
     (stores, "piece_key", _key_of_length),
   ),
-  "what was not loaded is named": ((CacheManager, "give_back", _give_back_loading),),
   "reservations are not ended": ((Stores, "_cancel", _no_change),),
   "fetches are not let go of": ((Fetches, "release", _no_change),),
 }
