@@ -237,7 +237,8 @@ def test_offloaded(name, tmp_path, monkeypatch):
   e = tiers(host_bytes=2**30)
   turn(e)
   assert turn(e)["offload"]["host"]["refusals"] == 0
-  assert sources(e)["host"] > 0.7 * prompts
+  # Hits end at whole chunks, and what ran last is still on the device.
+  assert sources(e)["host"] > 0.5 * prompts
   # Host memory for one chunk of one group only.
   e = tiers(host_bytes=max(g.chunk_bytes for g in e.layout))
   turn(e)
@@ -249,7 +250,7 @@ def test_offloaded(name, tmp_path, monkeypatch):
   files = sorted((tmp_path / "kv").rglob("*.kv"))
   e = tiers(disk_path=str(tmp_path / "kv"))
   assert turn(e)["offload"]["lost"] == 0
-  assert sources(e)["disk"] > 0.7 * prompts
+  assert sources(e)["disk"] > 0.5 * prompts
   e.close()
   # Every third file is gone, every fifth of the others damaged.
   for file in files[::3]:
@@ -265,8 +266,8 @@ def test_offloaded(name, tmp_path, monkeypatch):
   assert sources(e)["computed"] > 0.3 * prompts
   e.close()
   # A disk that is full.
-  monkeypatch.setattr(files_lib, "_write_synced", _full)
   e = tiers(disk_path=str(tmp_path / "full"))
+  monkeypatch.setattr(files_lib, "_write_synced", _full)
   turn(e)
   e.close()
   disk = e.figures()["offload"]["disk"]
